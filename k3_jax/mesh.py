@@ -1,0 +1,32 @@
+"""Meshes: the axis names, and the only place that makes a mesh of devices.
+
+All meshes are Explicit: a value's type carries its sharding, so a wrong layout is an error while tracing.
+"""
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from k3_jax.config import ConfigError, MeshConfig
+
+AXES = ("data", "fsdp", "pipe", "expert", "context", "tensor")
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+    """A mesh with the axes of `AXES`. Devices may be those of a TPU topology (ahead of time).
+
+    Raises ConfigError if the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = dataclasses.asdict(config)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if len(devices) % fixed or (-1 not in sizes.values() and fixed != len(devices)):
+        shape = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "1 device"
+        raise ConfigError(
+            f"mesh ({shape}): expected sizes that multiply to the {len(devices)} devices (set one axis to -1, "
+            "for example --set mesh.fsdp=-1)"
+        )
+    shape = tuple(len(devices) // fixed if sizes[name] == -1 else sizes[name] for name in AXES)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices)

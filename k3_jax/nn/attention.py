@@ -1,0 +1,82 @@
+"""Blockwise causal attention with an online softmax in float32: no [T, S] array, forward or backward.
+
+B batch, T queries, S keys, G key heads, M query heads per key head, K key width, V value width.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from k3_jax.sharding import precision
+
+BLOCK = 512
+NEGATIVE = -1e30  # finite, so that a row without keys gives 0 and not NaN
+
+
+def blockwise_attention(
+    q: Float[Array, "B T G M K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G V"],
+    q_position: Int[Array, "B T"],
+    k_position: Int[Array, "B S"],
+    q_segment: Int[Array, "B T"],
+    k_segment: Int[Array, "B S"],
+    scale: float,
+    block: int = BLOCK,
+) -> tuple[Float[Array, "B T G M V"], Float[Array, "G M"]]:
+    """softmax(scale q k^T) v over keys of the same segment at or before each query; and the largest logit per head.
+
+    Queries of a negative segment attend to nothing and give 0. The output has v's dtype, accumulated in float32.
+    """
+    T, S = q.shape[1], k.shape[1]
+    keys = _blocks((k, v, k_position, k_segment), S, block, pad_segment=-2)
+    queries = _blocks((q, q_position, q_segment), T, block, pad_segment=-1)
+    attend = jax.checkpoint(partial(_attend_block, scale=scale))
+    o, peak = jax.lax.map(lambda x: attend(x, keys), queries)
+    return jnp.moveaxis(o, 0, 1).reshape(q.shape[0], -1, *o.shape[3:])[:, :T], peak.max(0)
+
+
+def _blocks(arrays: tuple[Array, ...], length: int, block: int, pad_segment: int) -> tuple[Array, ...]:
+    """Cut axis 1 into [N, B, block, ...]; the last array is the segments, padded so that nothing matches."""
+    size = min(block, length)
+    count = -(-length // size)
+    fill = [0] * (len(arrays) - 1) + [pad_segment]
+
+    def cut(x, value):
+        pad = [(0, 0)] * x.ndim
+        pad[1] = (0, count * size - length)
+        x = jnp.pad(x, pad, constant_values=value)
+        return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+
+    return tuple(cut(x, value) for x, value in zip(arrays, fill, strict=True))
+
+
+def _attend_block(query, keys, *, scale):
+    """One block of queries against all blocks of keys."""
+    q, q_position, q_segment = query
+    B, T, G, M, _ = q.shape
+    V = keys[1].shape[-1]
+
+    @jax.checkpoint
+    def step(carry, key):
+        m, l, acc = carry
+        k, v, k_position, k_segment = key
+        exact = precision(q.dtype)
+        s = jnp.einsum("btgmk,bsgk->bgmts", q, k, precision=exact, preferred_element_type=jnp.float32) * scale
+        allowed = (q_segment[:, :, None] == k_segment[:, None, :]) & (q_position[:, :, None] >= k_position[:, None, :])
+        allowed = allowed & (q_segment >= 0)[:, :, None]
+        s = jnp.where(allowed[:, None, None], s, NEGATIVE)
+        m_new = jnp.maximum(m, s.max(-1))
+        p = jnp.where(allowed[:, None, None], jnp.exp(s - m_new[..., None]), 0.0)
+        decay = jnp.exp(m - m_new)
+        pv = jnp.einsum("bgmts,bsgv->bgmtv", p.astype(v.dtype), v, precision=exact, preferred_element_type=jnp.float32)
+        return (m_new, l * decay + p.sum(-1), acc * decay[..., None] + pv), None
+
+    # Derived from q so that inside shard_map the carry varies over the same mesh axes as the data.
+    zero = jnp.moveaxis(q[..., 0], 1, 3).astype(jnp.float32) * 0
+    start = (zero + NEGATIVE, zero, jnp.broadcast_to(zero[..., None], (B, G, M, T, V)))
+    (m, l, acc), _ = jax.lax.scan(step, start, keys)
+    o = acc / jnp.where(l == 0, 1.0, l)[..., None]
+    return jnp.moveaxis(o, 3, 1).astype(keys[1].dtype), jax.lax.stop_gradient(m).max((0, 3))

@@ -1,0 +1,126 @@
+"""Gated multi-head latent attention without positions (report §2.1.2).
+
+N, R: widths of the two parts of a key ("nope" and the shared extra part, which is not rotated); C latent rank,
+Q query rank, V value width. Training expands keys and values from the latent; decoding absorbs the expansion
+into the query and attends to the latents themselves (spec §3.2): the same scale (N + R) ** -0.5.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from k3_jax import sharding
+from k3_jax.config import K3Config
+from k3_jax.nn.attention import blockwise_attention
+from k3_jax.nn.linear import ones, param, project
+from k3_jax.nn.norm import rms_norm
+from k3_jax.sharding import precision
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["latent"], meta_fields=[])
+@dataclass(frozen=True)
+class MLACache:
+    """[normalised latent | extra key] of every position so far; how many are valid is kept by the model's cache."""
+
+    latent: Float[Array, "*s B S CR"]
+
+
+def init_cache(config: K3Config, batch: int, capacity: int, dtype: jnp.dtype) -> MLACache:
+    latent = jnp.zeros((batch, capacity, config.mla.cache_dim), dtype)
+    return MLACache(sharding.place(latent, sharding.active("BS_")))
+
+
+class MLA(nnx.Module):
+    def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        init, D, c = jax.nn.initializers.normal(config.init_std), config.hidden_size, config.mla
+        H, N, R, V = c.num_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+        self.config = config
+        self.q_a = param(rngs, init, (D, c.q_lora_rank), "D_", dtype)
+        self.q_a_norm = param(rngs, ones, (c.q_lora_rank,), "_", dtype)
+        self.q_b = param(rngs, init, (c.q_lora_rank, H, N + R), "LH_", dtype)
+        self.kv_a = param(rngs, init, (D, c.kv_lora_rank + R), "D_", dtype)
+        self.kv_a_norm = param(rngs, ones, (c.kv_lora_rank,), "_", dtype)
+        self.kv_b = param(rngs, init, (c.kv_lora_rank, H, N + V), "LH_", dtype)
+        self.g = param(rngs, init, (D, H, V), "DHV", dtype)
+        self.o = param(rngs, init, (H, V, D), "HVD", dtype)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, " H"]]:
+        """Training form: keys and values expanded. Also returns the largest logit of each head (for QK-clip)."""
+        c, latent = self.config.mla, self._latent(x)
+        kv = project("btc,chn->bthn", latent[..., : c.kv_lora_rank], self.kv_b, "LH_", "BTH_")
+        attend = sharding.local(
+            partial(_expanded, split=c.qk_nope_head_dim, scale=c.qk_head_dim**-0.5),
+            ("BTH_", "BTH_", "BT_", "BT"), ("BTH_", "H"),
+        )
+        o, peak = attend(self._query(x), kv, latent[..., c.kv_lora_rank :], segment_ids)
+        return self._output(x, o), peak
+
+    def extend(
+        self, x: Float[Array, "B T D"], valid: Int[Array, "B T"], start: Int[Array, " B"], cache: MLACache
+    ) -> tuple[Float[Array, "B T D"], MLACache]:
+        """Inference form: T new positions per row after `start` cached ones. `valid` < 0 marks right padding,
+        which is neither cached nor attended to. Raises nothing when the cache is full: the caller checks."""
+        c, dtype = self.config.mla, x.dtype
+        q, kv_b = self._query(x), sharding.use(self.kv_b[...], "LH_", dtype)
+        q_nope, q_pe = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
+        absorbed = sharding.einsum("bthn,chn->bthc", q_nope, kv_b[..., : c.qk_nope_head_dim], out="BTH_",
+                                   precision=precision(dtype))
+        attend = sharding.local(
+            partial(_absorbed, rank=c.kv_lora_rank, scale=c.qk_head_dim**-0.5),
+            ("BTH_", "BT_", "BT", "B", "BS_"), ("BTH_", "BS_"),
+        )
+        context, latent = attend(
+            jnp.concatenate([absorbed, q_pe], axis=-1), self._latent(x), valid, start, cache.latent
+        )
+        o = sharding.einsum("bthc,chv->bthv", context, kv_b[..., c.qk_nope_head_dim :], out="BTHV",
+                            precision=precision(dtype))
+        return self._output(x, o), MLACache(latent)
+
+    def _query(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
+        q = rms_norm(project("btd,dq->btq", x, self.q_a, "D_", "BT_"), self.q_a_norm[...],
+                     self.config.mla.latent_norm_eps)
+        return project("btq,qhk->bthk", q, self.q_b, "LH_", "BTH_")
+
+    def _latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T CR"]:
+        """[rms(c) | k_pe]: the extra key is neither normalised nor rotated."""
+        C = self.config.mla.kv_lora_rank
+        a = project("btd,dc->btc", x, self.kv_a, "D_", "BT_")
+        c = rms_norm(a[..., :C], self.kv_a_norm[...], self.config.mla.latent_norm_eps)
+        return jnp.concatenate([c, a[..., C:]], axis=-1)
+
+    def _output(self, x: Float[Array, "B T D"], o: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
+        gate = jax.nn.sigmoid(project("btd,dhv->bthv", x, self.g, "DHV", "BTHV"))
+        return project("bthv,hvd->btd", o * gate, self.o, "HVD", "BTD")
+
+
+def _expanded(q, kv, k_pe, segment_ids, *, split: int, scale: float):
+    """Causal attention within documents; every head sees the same extra key."""
+    k_pe = jnp.broadcast_to(k_pe[:, :, None], (*kv.shape[:3], k_pe.shape[-1]))
+    k = jnp.concatenate([kv[..., :split], k_pe], axis=-1)
+    position = jnp.broadcast_to(jnp.arange(q.shape[1])[None], segment_ids.shape)
+    o, peak = blockwise_attention(
+        q[:, :, :, None], k, kv[..., split:], position, position, segment_ids, segment_ids, scale
+    )
+    return o[:, :, :, 0], sharding.max_over("BT", peak[:, 0])
+
+
+def _absorbed(q, new, valid, start, latent, *, rank: int, scale: float):
+    """Write the new latents behind the cached ones and attend to all of them: one key head, H queries."""
+    capacity = latent.shape[1]
+    position = start[:, None] + jnp.arange(q.shape[1])[None]
+    slot = jnp.where(valid >= 0, position, capacity)  # out of bounds: dropped
+    latent = jax.vmap(lambda row, i, x: row.at[i].set(x, mode="drop"))(latent, slot, new.astype(latent.dtype))
+    k_position = jnp.broadcast_to(jnp.arange(capacity)[None], latent.shape[:2])
+    k_segment = jnp.zeros_like(k_position)  # positions never written lie after every query
+    keys = latent.astype(q.dtype)[:, :, None]
+    q_segment = jnp.where(valid >= 0, 0, -1)
+    o, _ = blockwise_attention(
+        q[:, :, None], keys, keys[..., :rank], position, k_position, q_segment, k_segment, scale
+    )
+    return o[:, :, 0], latent

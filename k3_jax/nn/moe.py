@@ -1,0 +1,103 @@
+"""Stable LatentMoE (report §2.3): a float32 sigmoid router, experts in a latent space, a norm before the way up.
+
+E experts, k experts per token, L latent width, F expert width, D model width.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from k3_jax import sharding
+from k3_jax.config import K3Config, MoEConfig
+from k3_jax.nn.balance import histogram
+from k3_jax.nn.linear import MLP, ones, param, project, situ, zeros
+from k3_jax.nn.norm import rms_norm
+from k3_jax.parallel.grouped import grouped_matmul
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["histogram", "load"], meta_fields=[])
+@dataclass(frozen=True)
+class RouterStats:
+    """Integer counts over the live tokens of a batch; they add up over micro-batches and devices."""
+
+    histogram: Int[Array, "*s E bins"]  # required biases, for Quantile Balancing
+    load: Int[Array, "*s E"]  # tokens routed to each expert
+
+
+class LatentMoE(nnx.Module):
+    def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        init, D, moe = jax.nn.initializers.normal(config.init_std), config.hidden_size, config.moe
+        E, L, F = moe.num_experts, moe.latent_dim, moe.expert_dim
+        self.config = config
+        self.router = param(rngs, init, (D, E), "D_", dtype)
+        self.router_bias = param(rngs, zeros, (E,), "_")
+        self.latent_down = param(rngs, init, (D, L), "D_", dtype)
+        self.latent_norm = param(rngs, ones, (L,), "_", dtype)
+        self.latent_up = param(rngs, init, (L, D), "_D", dtype)
+        self.w1 = param(rngs, init, (E, L, F), "ELF", dtype)
+        self.w3 = param(rngs, init, (E, L, F), "ELF", dtype)
+        self.w2 = param(rngs, init, (E, F, L), "EFL", dtype)
+        self.shared = MLP(config, moe.shared_dim, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], RouterStats]:
+        """up(rms(sum_j p_j E_j(down x))) + shared(x). Padding (ids < 0) is left out of the counts."""
+        p, chosen, stats = self.route(x, segment_ids)
+        z = project("btd,dl->btl", x, self.latent_down, "D_", "BT_")
+        weights = tuple(
+            sharding.use(w[...], letters, x.dtype)
+            for w, letters in ((self.w1, "ELF"), (self.w3, "ELF"), (self.w2, "EFL"))
+        )
+        experts = sharding.local(
+            partial(routed_experts, config=self.config), ("BT_", "BT_", "BT_", ("ELF", "ELF", "EFL")), "BT_"
+        )
+        u = experts(z, p, chosen, weights).astype(x.dtype)
+        u = rms_norm(u, self.latent_norm[...], self.config.norm_eps)
+        return project("btl,ld->btd", u, self.latent_up, "_D", "BTD") + self.shared(x), stats
+
+    def route(self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]):
+        """Combine weights p [B, T, k] (float32), chosen experts [B, T, k] and the counts of this batch."""
+        router = sharding.use(self.router[...], "D_", jnp.float32)
+        logits = sharding.einsum(
+            "btd,de->bte", x.astype(jnp.float32), router, out="BT_", precision=jax.lax.Precision.HIGHEST
+        )
+        choose = sharding.local(partial(_choose, moe=self.config.moe), ("BT_", "_", "BT"), ("BT_", "BT_", ("__", "_")))
+        p, chosen, (counts, load) = choose(jax.nn.sigmoid(logits), self.router_bias[...], segment_ids)
+        return p, chosen, RouterStats(counts, load)
+
+
+def _choose(scores, bias, segment_ids, *, moe: MoEConfig):
+    """The bias decides who is chosen and never enters the weights (report Eq. 13)."""
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores + bias[None, None]), moe.top_k)
+    picked = jnp.take_along_axis(scores, chosen, axis=-1)
+    if moe.renormalize:
+        picked = picked / (picked.sum(-1, keepdims=True) + 1e-20)
+    live = segment_ids >= 0
+    flat = jax.lax.stop_gradient(scores).reshape(-1, moe.num_experts)
+    counts = histogram(flat, bias, moe.top_k, moe.quantile_bins, live.reshape(-1))
+    routed = jnp.where(live[..., None], chosen, moe.num_experts)
+    load = jnp.zeros(moe.num_experts + 1, jnp.int32).at[routed.reshape(-1)].add(1)[:-1]
+    counts, load = sharding.sum_over("BT", counts), sharding.sum_over("BT", load)
+    return picked * moe.routed_scaling_factor, chosen, (counts, load)
+
+
+def routed_experts(
+    z: Float[Array, "B T L"], p: Float[Array, "B T k"], chosen: Int[Array, "B T k"], weights, *, config: K3Config
+) -> Float[Array, "B T L"]:
+    """sum_j p_j w2_j SiTU(w1_j z, w3_j z) in float32 on one device's tokens: sorted by expert, nothing dropped."""
+    w1, w3, w2 = weights
+    B, T, k = p.shape
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)  # stable: rows of one expert keep their order
+    sizes = jnp.zeros(w1.shape[0], jnp.int32).at[flat].add(1)
+    rows = z.reshape(B * T, -1)[order // k]
+    gate = grouped_matmul(rows, w1, sizes).astype(z.dtype)
+    up = grouped_matmul(rows, w3, sizes).astype(z.dtype)
+    y = grouped_matmul(situ(gate, up, config.situ_beta, config.situ_linear_beta), w2, sizes)
+    unsorted = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(B, T, k, -1)
+    return sharding.sum_over("F", jnp.einsum("btk,btkl->btl", p, unsorted, precision=jax.lax.Precision.HIGHEST))

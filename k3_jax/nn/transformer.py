@@ -1,0 +1,126 @@
+"""The Kimi K3 text model: embedding, the layers, the last AttnRes read-out, final norm and head."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from k3_jax import sharding
+from k3_jax.config import K3Config
+from k3_jax.nn import kda, mla
+from k3_jax.nn.attn_res import AttnRes, empty_summary, merge, mix
+from k3_jax.nn.block import Block, Kind
+from k3_jax.nn.depth import plan_stages, run_layers, run_layers_cached
+from k3_jax.nn.linear import ones, param, project
+from k3_jax.nn.norm import rms_norm
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layers", "lengths"], meta_fields=[])
+@dataclass(frozen=True)
+class Cache:
+    """All that decoding carries: per stage and run a KDAState or MLACache stacked [repeat, count, B, ...]."""
+
+    layers: list[list]
+    lengths: Int[Array, " B"]  # tokens so far in each row
+
+
+class K3(nnx.Module):
+    """`K3(config, rngs=nnx.Rngs(0))`. A module is a plain pytree: jax.jit, jax.grad and optax take it as it is."""
+
+    def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        init, V, D = jax.nn.initializers.normal(config.init_std), config.vocab_size, config.hidden_size
+        self.config = config
+        self.embed = param(rngs, init, (V, D), "OD", dtype)
+        self.stages = nnx.List(
+            [
+                nnx.List([_stack(config, kind, (stage.repeat, count), rngs, dtype) for kind, count in stage.runs])
+                for stage in plan_stages(config)
+            ]
+        )
+        self.output_attn_res = AttnRes(config, rngs=rngs, dtype=dtype)
+        self.norm = param(rngs, ones, (D,), "_", dtype)
+        self.lm_head = param(rngs, init, (D, V), "DO", dtype)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        dtype: jnp.dtype = jnp.bfloat16,
+    ) -> Float[Array, "B T O"]:
+        """Logits in float32. `dtype` is that of the activations, and so of the matrix products."""
+        h, _ = self.hidden(tokens, segment_ids, dtype)
+        return self.logits(h)
+
+    def hidden(self, tokens, segment_ids=None, dtype=jnp.bfloat16) -> tuple[Float[Array, "B T D"], list]:
+        """The final normed state, and each run's reports (spec §4.3). Segments: a change resets, < 0 is padding."""
+        segment_ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
+        r, bank, reports = run_layers(self.config, self._stages(), self.embedding(tokens, dtype), segment_ids)
+        h, _ = mix(bank, bank.shape[0], r, self.output_attn_res.key(), self.config.norm_eps)
+        return rms_norm(h, self.norm[...], self.config.norm_eps), reports
+
+    def embedding(self, tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
+        table = sharding.place(self.embed[...], sharding.active("O_"))
+        out = sharding.active("BTD") if sharding.has_mesh() else None
+        return table.at[tokens].get(out_sharding=out).astype(dtype)
+
+    def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T O"]:
+        return project("btd,do->bto", h, self.lm_head, "DO", "BTO").astype(jnp.float32)
+
+    def extend(
+        self, tokens: Int[Array, "B T"], valid: Int[Array, "B T"], cache: Cache, dtype: jnp.dtype = jnp.bfloat16
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """T more positions per row: prefill of a chunk, or decode with T = 1. Returns the final normed states.
+
+        `valid` is 0 at live positions and -1 at padding, which stands to the right and touches no cache.
+        """
+        config = self.config
+        keys = self._site_keys()
+        r = self.embedding(tokens, dtype)
+        summary = empty_summary(2 * config.attn_res_block, r)
+        r, summary, layers = run_layers_cached(
+            config, self._stages(), r, valid, cache.lengths, cache.layers, keys, summary
+        )
+        last = jnp.asarray((2 * config.num_layers - 1) % (2 * config.attn_res_block))
+        h = merge(summary, last, r, self.output_attn_res.key(), config.norm_eps)
+        lengths = cache.lengths + jnp.sum(valid >= 0, axis=1)
+        return rms_norm(h, self.norm[...], config.norm_eps), Cache(layers, lengths)
+
+    def init_cache(self, batch: int, capacity: int, dtype: jnp.dtype = jnp.bfloat16) -> Cache:
+        """An empty cache for `batch` rows of at most `capacity` tokens; recurrent states are float32 whatever dtype."""
+
+        def one(kind: Kind, shape: tuple[int, int]):
+            make = mla.init_cache if kind.mla else kda.init_state
+            args = (batch, capacity, dtype) if kind.mla else (batch, dtype)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), make(self.config, *args))
+
+        stages = plan_stages(self.config)
+        layers = [[one(kind, (stage.repeat, count)) for kind, count in stage.runs] for stage in stages]
+        return Cache(layers, jnp.zeros(batch, jnp.int32))
+
+    def _stages(self) -> list[list[Block]]:
+        return [list(runs) for runs in self.stages]
+
+    def _site_keys(self) -> Float[Array, "sites D"]:
+        """The AttnRes sites in reading order (attention, FFN of each layer, read-out), padded to whole blocks."""
+        config = self.config
+        total = 2 * config.attn_res_block * config.num_attn_res_blocks + 1
+        keys = jnp.zeros((total, config.hidden_size), jnp.float32)
+        for stage, runs in zip(plan_stages(config), self.stages, strict=True):
+            for run, block in enumerate(runs):
+                layers = stage.layers(run).reshape(-1)
+                for site, key in ((0, block.attn_res.key()), (1, block.ffn_res.key())):
+                    keys = keys.at[2 * layers + site].set(key.reshape(-1, config.hidden_size))
+        return keys.at[2 * config.num_layers].set(self.output_attn_res.key())
+
+
+def _stack(config: K3Config, kind: Kind, shape: tuple[int, int], rngs: nnx.Rngs, dtype) -> Block:
+    """Blocks of one kind with leading axes `shape`. Their keys use XLA's own generator, as one program: threefry
+    for every parameter would take minutes to compile."""
+
+    def make(data):
+        return Block(config, kind, rngs=nnx.Rngs(jax.random.wrap_key_data(data, impl="rbg")), dtype=dtype)
+
+    return jax.jit(jax.vmap(jax.vmap(make)))(jax.random.bits(rngs.params(), (*shape, 4), jnp.uint32))

@@ -1,0 +1,85 @@
+"""Grouped matrix product: rows sorted by group, one matrix per group.
+
+XLA:CPU lowers `jax.lax.ragged_dot` to a product with every group and a mask, which costs G times the work; there the
+rows are cut into blocks that belong to one group each. Everywhere else it is `ragged_dot`. Both are exact and drop
+nothing.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from k3_jax.sharding import precision
+
+BLOCK = 128
+
+
+@jax.custom_vjp
+def grouped_matmul(
+    x: Float[Array, "R A"], w: Float[Array, "G A C"], sizes: Int[Array, " G"]
+) -> Float[Array, "R C"]:
+    """y[r] = x[r] @ w[g] for the group g of row r; `sizes` sum to R. float32 accumulation and result."""
+    return jax.lax.platform_dependent(x, w, sizes, cpu=_blocked, default=_ragged)
+
+
+def _forward(x, w, sizes):
+    return grouped_matmul(x, w, sizes), (x, w, sizes)
+
+
+def _backward(saved, dy):
+    x, w, sizes = saved
+    dx = grouped_matmul(dy.astype(x.dtype), jnp.swapaxes(w, 1, 2), sizes).astype(x.dtype)
+    dw = jax.lax.platform_dependent(x, dy.astype(x.dtype), sizes, cpu=_blocked_outer, default=_ragged_outer)
+    return dx, dw.astype(w.dtype), None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+def _ragged(x, w, sizes):
+    return jax.lax.ragged_dot(x, w, sizes, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _ragged_outer(x, dy, sizes):
+    """dw[g] = x_g^T dy_g: the ragged axis is the contracted one."""
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    )
+    return jax.lax.ragged_dot_general(
+        x, dy, sizes, numbers, precision=precision(x.dtype), preferred_element_type=jnp.float32
+    )
+
+
+def _blocks(rows: int, sizes: Int[Array, " G"]) -> tuple[Array, Array, Array]:
+    """Rows of each block [N, BLOCK] (R where there is none), its group [N], and each row's slot [R] in the blocks."""
+    G = sizes.shape[0]
+    N = -(-rows // BLOCK) + G
+    ends = jnp.cumsum(sizes)
+    blocks = -(-sizes // BLOCK)
+    block_ends = jnp.cumsum(blocks)
+    row = jnp.arange(rows)
+    group = jnp.searchsorted(ends, row, side="right").clip(0, G - 1)
+    slot = (block_ends - blocks)[group] * BLOCK + row - (ends - sizes)[group]
+    index = jnp.full((N * BLOCK,), rows).at[slot].set(row)
+    owner = jnp.searchsorted(block_ends, jnp.arange(N), side="right").clip(0, G - 1)
+    return index.reshape(N, BLOCK), owner, slot
+
+
+def _gather(x, index):
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _blocked(x, w, sizes):
+    index, owner, slot = _blocks(x.shape[0], sizes)
+    product = partial(jnp.einsum, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+    y = product("nba,nac->nbc", _gather(x, index), w[owner])
+    return y.reshape(-1, y.shape[-1])[slot]
+
+
+def _blocked_outer(x, dy, sizes):
+    index, owner, _ = _blocks(x.shape[0], sizes)
+    product = partial(jnp.einsum, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+    parts = product("nba,nbc->nac", _gather(x, index), _gather(dy, index))
+    return jax.ops.segment_sum(parts, owner, num_segments=sizes.shape[0])

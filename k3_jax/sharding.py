@@ -1,0 +1,89 @@
+"""One table: logical letter -> mesh axes. Everything that is sharded is sharded by a string of these letters.
+
+Weights are stored by `STORED` and gathered over `fsdp` where they are used (`use`); activations follow `ACTIVE`.
+`local` runs a function on each device's own shard. Without a mesh (`jax.set_mesh`) all of them do nothing, so that
+a layer works alone on one device. Letters that are in no table (K, V, L, ...) are never sharded.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
+
+from k3_jax.config import ConfigError
+
+Axes = tuple[str, ...]
+
+# Letters of a stored weight.          D: model width, O: vocabulary, H: heads, F: inner width, E: experts
+STORED: dict[str, Axes] = {"D": ("fsdp",), "L": ("fsdp",), "O": ("tensor",), "H": ("tensor",), "F": ("tensor",),
+                           "E": ("expert",)}
+# Letters of a weight in use and of activations.        B: batch rows
+ACTIVE: dict[str, Axes] = {"B": ("data", "fsdp", "expert"), "O": ("tensor",), "H": ("tensor",),
+                           "F": ("tensor",), "E": ("expert",)}
+
+
+def _spec(letters: str, table: dict[str, Axes]) -> PartitionSpec:
+    entries, used = [], set()
+    for letter in letters:
+        axes = table.get(letter, ())
+        if used & set(axes):
+            raise ConfigError(f"sharding '{letters}': axes {sorted(used & set(axes))} are used twice")
+        used |= set(axes)
+        entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
+    return PartitionSpec(*entries)
+
+
+def stored(letters: str) -> PartitionSpec:
+    """Where a weight with these axes lives."""
+    return _spec(letters, STORED)
+
+
+def active(letters: str) -> PartitionSpec:
+    """Where an activation, or a weight in use, with these axes lives."""
+    return _spec(letters, ACTIVE)
+
+
+def precision(dtype: jnp.dtype) -> jax.lax.Precision:
+    """float32 products in full precision (a TPU's default is one bf16 pass); others as the hardware does them."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def has_mesh() -> bool:
+    return not get_abstract_mesh().empty
+
+
+def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return reshard(x, spec) if has_mesh() else x
+
+
+def use(weight: jax.Array, letters: str, dtype: jnp.dtype) -> jax.Array:
+    """A stored weight, cast and gathered over `fsdp` for one use; its gradient is scattered back."""
+    return place(weight.astype(dtype), active(letters))
+
+
+def einsum(subscripts: str, *operands: jax.Array, out: str, **kwargs) -> jax.Array:
+    """`jnp.einsum` whose result is laid out by the letters `out`."""
+    return jnp.einsum(subscripts, *operands, out_sharding=active(out) if has_mesh() else None, **kwargs)
+
+
+def local(fn: Callable, inputs: tuple, outputs) -> Callable:
+    """`fn` run on each device's shard; `inputs` and `outputs` are (nested) letter strings."""
+    if not has_mesh():
+        return fn
+    in_specs, out_specs = jax.tree.map(active, inputs), jax.tree.map(active, outputs)
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs)
+
+
+def _mesh_axes(letters: str) -> Axes:
+    return tuple(axis for letter in letters for axis in ACTIVE.get(letter, ()))
+
+
+def sum_over(letters: str, x: jax.Array) -> jax.Array:
+    """Inside `local`: the sum over the shards of these letters."""
+    return jax.lax.psum(x, _mesh_axes(letters)) if has_mesh() else x
+
+
+def max_over(letters: str, x: jax.Array) -> jax.Array:
+    """Inside `local`: the maximum over the shards of these letters (no gradient)."""
+    return jax.lax.pmax(x, _mesh_axes(letters)) if has_mesh() else x

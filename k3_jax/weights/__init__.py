@@ -1,0 +1,1 @@
+"""Checkpoints in the released layout, the configuration that comes with them, and tokenizers."""

@@ -1,0 +1,1 @@
+"""What the kernels share: chip facts, ahead-of-time compilation, test helpers."""
