@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,11 @@ class ConfigError(ValueError):
 def _require(condition: bool, name: str, value: Any, expected: str) -> None:
     if not condition:
         raise ConfigError(f"{name} = {value!r}: expected {expected}")
+
+
+def _require_seed(obj: Any) -> None:
+    ok = isinstance(obj.seed, int) and not isinstance(obj.seed, bool) and obj.seed >= 0
+    _require(ok, f"{type(obj).__name__}.seed", obj.seed, "an integer >= 0")
 
 
 def _require_positive(obj: Any, *names: str) -> None:
@@ -128,6 +134,22 @@ class K3Config:
             _require(isinstance(value, int) and 0 <= value < self.vocab_size, f"K3Config.{name}", value,
                      f"a token below vocab_size = {self.vocab_size}")
 
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> "K3Config":
+        """The architecture that a parsed `config.json` in the released form describes, or its text part alone.
+
+        Raises ConfigError that names the key for anything missing, unknown, of the wrong type or not supported.
+        """
+        from k3_jax.weights.hf_config import config_from_hf  # it needs this module
+
+        return config_from_hf(data)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The released, nested form; `from_hf` of it gives this configuration back."""
+        from k3_jax.weights.hf_config import config_to_hf
+
+        return config_to_hf(self)
+
     def is_mla(self, layer: int) -> bool:
         return layer in self.mla_layers
 
@@ -180,6 +202,7 @@ class DataConfig:
     def __post_init__(self):
         _require_positive(self, "sequence_length", "batch_size")
         _require(self.sequence_length >= 2, "DataConfig.sequence_length", self.sequence_length, "at least 2")
+        _require_seed(self)
 
 
 @dataclass(frozen=True)
@@ -268,6 +291,7 @@ class TrainConfig:
     def __post_init__(self):
         _require_positive(self, "steps", "grad_accumulation", "checkpoint_every", "keep", "log_every", "eval_every",
                           "eval_batches", "loss_chunk", "max_bad_steps")
+        _require_seed(self)
         dtype_ok = self.compute_dtype in ("float32", "bfloat16")
         _require(dtype_ok, "TrainConfig.compute_dtype", self.compute_dtype, "'float32' or 'bfloat16'")
         starts = [stage.start for stage in self.context_stages]

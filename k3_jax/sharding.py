@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
+from jax.typing import DTypeLike
 
 from k3_jax.config import ConfigError
 
@@ -44,7 +45,7 @@ def active(letters: str) -> PartitionSpec:
     return _spec(letters, ACTIVE)
 
 
-def precision(dtype: jnp.dtype) -> jax.lax.Precision:
+def precision(dtype: DTypeLike) -> jax.lax.Precision:
     """float32 products in full precision (a TPU's default is one bf16 pass); others as the hardware does them."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
@@ -57,7 +58,7 @@ def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return reshard(x, spec) if has_mesh() else x
 
 
-def use(weight: jax.Array, letters: str, dtype: jnp.dtype) -> jax.Array:
+def use(weight: jax.Array, letters: str, dtype: DTypeLike) -> jax.Array:
     """A stored weight, cast and gathered over `fsdp` for one use; its gradient is scattered back."""
     return place(weight.astype(dtype), active(letters))
 
@@ -87,3 +88,14 @@ def sum_over(letters: str, x: jax.Array) -> jax.Array:
 def max_over(letters: str, x: jax.Array) -> jax.Array:
     """Inside `local`: the maximum over the shards of these letters (no gradient)."""
     return jax.lax.pmax(x, _mesh_axes(letters)) if has_mesh() else x
+
+
+def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Inside `local`: arrays marked as different on every shard where one of them is.
+
+    A custom_vjp needs this: its gradients differ on all those shards, and undoing the mark sums them.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    axes = frozenset().union(*varying)
+    missing = [tuple(axes - v) for v in varying]
+    return [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]

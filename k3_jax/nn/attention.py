@@ -61,7 +61,7 @@ def _attend_block(query, keys, *, scale):
 
     @jax.checkpoint
     def step(carry, key):
-        m, l, acc = carry
+        m, total, acc = carry
         k, v, k_position, k_segment = key
         exact = precision(q.dtype)
         s = jnp.einsum("btgmk,bsgk->bgmts", q, k, precision=exact, preferred_element_type=jnp.float32) * scale
@@ -72,11 +72,11 @@ def _attend_block(query, keys, *, scale):
         p = jnp.where(allowed[:, None, None], jnp.exp(s - m_new[..., None]), 0.0)
         decay = jnp.exp(m - m_new)
         pv = jnp.einsum("bgmts,bsgv->bgmtv", p.astype(v.dtype), v, precision=exact, preferred_element_type=jnp.float32)
-        return (m_new, l * decay + p.sum(-1), acc * decay[..., None] + pv), None
+        return (m_new, total * decay + p.sum(-1), acc * decay[..., None] + pv), None
 
     # Derived from q so that inside shard_map the carry varies over the same mesh axes as the data.
     zero = jnp.moveaxis(q[..., 0], 1, 3).astype(jnp.float32) * 0
     start = (zero + NEGATIVE, zero, jnp.broadcast_to(zero[..., None], (B, G, M, T, V)))
-    (m, l, acc), _ = jax.lax.scan(step, start, keys)
-    o = acc / jnp.where(l == 0, 1.0, l)[..., None]
+    (m, total, acc), _ = jax.lax.scan(step, start, keys)
+    o = acc / jnp.where(total == 0, 1.0, total)[..., None]
     return jnp.moveaxis(o, 3, 1).astype(keys[1].dtype), jax.lax.stop_gradient(m).max((0, 3))

@@ -40,7 +40,7 @@ def scores(sources: Float[Array, "*r D"], key: Float[Array, " D"], eps: float) -
 
 def mix(
     bank: Float[Array, "N B T D"],
-    rows: Int[Array, ""],
+    rows: Int[Array, ""] | int,
     r: Float[Array, "B T D"],
     key: Float[Array, " D"],
     eps: float,
@@ -70,7 +70,7 @@ class BankSummary:
 
 
 def summarise(
-    bank: Float[Array, "N B T D"], rows: Int[Array, ""], keys: Float[Array, "M D"], eps: float
+    bank: Float[Array, "N B T D"], rows: Int[Array, ""] | int, keys: Float[Array, "M D"], eps: float
 ) -> BankSummary:
     """Phase 1 (report §5.4.2): once per block, for all the sites that read this bank. The bank has a row."""
     live = (jnp.arange(bank.shape[0]) < rows)[:, None, None, None]
@@ -90,7 +90,7 @@ def empty_summary(sites: int, r: Float[Array, "B T D"]) -> BankSummary:
 
 
 def merge(
-    summary: BankSummary, site: Int[Array, ""], r: Float[Array, "B T D"], key: Float[Array, " D"], eps: float
+    summary: BankSummary, site: Int[Array, ""] | int, r: Float[Array, "B T D"], key: Float[Array, " D"], eps: float
 ) -> Float[Array, "B T D"]:
     """Phase 2: add the one source that changes, the running sum r. Equal to `mix` up to rounding."""
     at = partial(jax.lax.dynamic_index_in_dim, index=site, keepdims=False)

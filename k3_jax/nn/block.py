@@ -48,7 +48,7 @@ class Block(nnx.Module):
             self.dense = MLP(config, config.dense_dim, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, layer: Int[Array, ""], r: Float[Array, "B T D"], bank: Float[Array, "N B T D"], segment_ids
+        self, layer: Int[Array, ""] | int, r: Float[Array, "B T D"], bank: Float[Array, "N B T D"], segment_ids
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         """The running sum after layer number `layer` (0-based, traced), and what the layer reports.
 

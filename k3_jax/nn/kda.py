@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from k3_jax import sharding
@@ -27,7 +28,7 @@ class KDAState:
     conv: Float[Array, "*s B W 3 H K"]  # W - 1 rows of q, k, v before convolution and SiLU; the last is the newest
 
 
-def init_state(config: K3Config, batch: int, dtype: jnp.dtype) -> KDAState:
+def init_state(config: K3Config, batch: int, dtype: DTypeLike) -> KDAState:
     H, K, W = config.kda.num_heads, config.kda.head_dim, config.kda.conv_width
     S = sharding.place(jnp.zeros((batch, H, K, K), jnp.float32), sharding.active("BHKV"))
     conv = sharding.place(jnp.zeros((batch, W - 1, 3, H, K), dtype), sharding.active("BW_HK"))

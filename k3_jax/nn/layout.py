@@ -40,7 +40,8 @@ def _split(path) -> tuple[str, tuple[int, int] | None, str]:
     if "stages" not in parts:
         return "", None, ".".join(parts)
     at = parts.index("stages")
-    return "".join(f"{part}." for part in parts[:at]), (int(parts[at + 1]), int(parts[at + 2])), ".".join(parts[at + 3 :])
+    place = int(parts[at + 1]), int(parts[at + 2])
+    return "".join(f"{part}." for part in parts[:at]), place, ".".join(parts[at + 3 :])
 
 
 def leaf_names(tree: Tree) -> Tree:

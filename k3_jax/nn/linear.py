@@ -9,13 +9,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from k3_jax import sharding
 from k3_jax.config import K3Config
 from k3_jax.sharding import precision
 
-Init = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+Init = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 
 
 def param(rngs: nnx.Rngs, init: Init, shape: tuple[int, ...], letters: str, dtype=jnp.float32) -> nnx.Param:

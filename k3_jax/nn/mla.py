@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from k3_jax import sharding
@@ -29,7 +30,7 @@ class MLACache:
     latent: Float[Array, "*s B S CR"]
 
 
-def init_cache(config: K3Config, batch: int, capacity: int, dtype: jnp.dtype) -> MLACache:
+def init_cache(config: K3Config, batch: int, capacity: int, dtype: DTypeLike) -> MLACache:
     latent = jnp.zeros((batch, capacity, config.mla.cache_dim), dtype)
     return MLACache(sharding.place(latent, sharding.active("BS_")))
 

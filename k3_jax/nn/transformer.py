@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from k3_jax import sharding
@@ -44,11 +46,18 @@ class K3(nnx.Module):
         self.norm = param(rngs, ones, (D,), "_", dtype)
         self.lm_head = param(rngs, init, (D, V), "DO", dtype)
 
+    @staticmethod
+    def from_pretrained(directory: str | Path, dtype: DTypeLike | None = None) -> "K3":
+        """The model of an Orbax checkpoint or of a directory in the released layout, on the mesh that is set."""
+        from k3_jax.nn.pretrained import load_model  # it needs this class
+
+        return load_model(directory, dtype)
+
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
-        dtype: jnp.dtype = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
     ) -> Float[Array, "B T O"]:
         """Logits in float32. `dtype` is that of the activations, and so of the matrix products."""
         h, _ = self.hidden(tokens, segment_ids, dtype)
@@ -61,7 +70,7 @@ class K3(nnx.Module):
         h, _ = mix(bank, bank.shape[0], r, self.output_attn_res.key(), self.config.norm_eps)
         return rms_norm(h, self.norm[...], self.config.norm_eps), reports
 
-    def embedding(self, tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
+    def embedding(self, tokens: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
         table = sharding.place(self.embed[...], sharding.active("O_"))
         out = sharding.active("BTD") if sharding.has_mesh() else None
         return table.at[tokens].get(out_sharding=out).astype(dtype)
@@ -70,7 +79,7 @@ class K3(nnx.Module):
         return project("btd,do->bto", h, self.lm_head, "DO", "BTO").astype(jnp.float32)
 
     def extend(
-        self, tokens: Int[Array, "B T"], valid: Int[Array, "B T"], cache: Cache, dtype: jnp.dtype = jnp.bfloat16
+        self, tokens: Int[Array, "B T"], valid: Int[Array, "B T"], cache: Cache, dtype: DTypeLike = jnp.bfloat16
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """T more positions per row: prefill of a chunk, or decode with T = 1. Returns the final normed states.
 
@@ -88,7 +97,7 @@ class K3(nnx.Module):
         lengths = cache.lengths + jnp.sum(valid >= 0, axis=1)
         return rms_norm(h, self.norm[...], config.norm_eps), Cache(layers, lengths)
 
-    def init_cache(self, batch: int, capacity: int, dtype: jnp.dtype = jnp.bfloat16) -> Cache:
+    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike = jnp.bfloat16) -> Cache:
         """An empty cache for `batch` rows of at most `capacity` tokens; recurrent states are float32 whatever dtype."""
 
         def one(kind: Kind, shape: tuple[int, int]):
@@ -98,7 +107,7 @@ class K3(nnx.Module):
 
         stages = plan_stages(self.config)
         layers = [[one(kind, (stage.repeat, count)) for kind, count in stage.runs] for stage in stages]
-        return Cache(layers, jnp.zeros(batch, jnp.int32))
+        return Cache(layers, sharding.place(jnp.zeros(batch, jnp.int32), sharding.active("B")))
 
     def _stages(self) -> list[list[Block]]:
         return [list(runs) for runs in self.stages]

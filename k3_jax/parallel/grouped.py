@@ -11,31 +11,35 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from k3_jax.sharding import precision
+from k3_jax.sharding import precision, vary_alike
 
 BLOCK = 128
 
 
-@jax.custom_vjp
 def grouped_matmul(
     x: Float[Array, "R A"], w: Float[Array, "G A C"], sizes: Int[Array, " G"]
 ) -> Float[Array, "R C"]:
     """y[r] = x[r] @ w[g] for the group g of row r; `sizes` sum to R. float32 accumulation and result."""
+    return _product(*vary_alike(x, w, sizes))
+
+
+@jax.custom_vjp
+def _product(x, w, sizes):
     return jax.lax.platform_dependent(x, w, sizes, cpu=_blocked, default=_ragged)
 
 
 def _forward(x, w, sizes):
-    return grouped_matmul(x, w, sizes), (x, w, sizes)
+    return _product(x, w, sizes), (x, w, sizes)
 
 
 def _backward(saved, dy):
     x, w, sizes = saved
-    dx = grouped_matmul(dy.astype(x.dtype), jnp.swapaxes(w, 1, 2), sizes).astype(x.dtype)
+    dx = _product(dy.astype(x.dtype), jnp.swapaxes(w, 1, 2), sizes).astype(x.dtype)
     dw = jax.lax.platform_dependent(x, dy.astype(x.dtype), sizes, cpu=_blocked_outer, default=_ragged_outer)
     return dx, dw.astype(w.dtype), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
 def _ragged(x, w, sizes):

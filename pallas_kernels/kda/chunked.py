@@ -25,7 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.kda.reference import token_owner, vary_alike
 
 CHUNK = 16
-# Below this log-decay a channel keeps 1e-13 of its state: zero in float32. The floor keeps sums of g small and exact.
+# Below this log-decay a channel keeps 1e-13 of its state: zero in float32. The floor keeps the sums of g finite
+# whatever a gate does: they are matrix products with zeros and ones, and 0 * inf is NaN.
 GATE_FLOOR = -30.0
 
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -177,8 +178,8 @@ def _products_bounded(q, k, g, gate_lower_bound):
 def _products_any(q, k, g):
     """The same for any g <= 0, by recursive halving into blocks of 8, 4, 2 and 1 rows: every exponent is <= 0.
 
-    At each level the rows of a block's second half and the columns of its first half are decayed to the boundary between
-    them; their product is kept for the pairs of rows that this level separates.
+    At each level the rows of a block's second half and the columns of its first half are decayed to the boundary
+    between them; their product is kept for the pairs of rows that this level separates.
     """
     P = jnp.where((_ROW == _COLUMN)[None, None], _einsum("bhik,bhjk->bhij", q, k), 0)
     L = jnp.zeros_like(P)
@@ -203,8 +204,8 @@ def _decay_to_end(g):
 def inverse_unit_lower(L: Float[Array, "B HV C C"]) -> Float[Array, "B HV C C"]:
     """(I + L)^{-1} of strictly lower matrices by forward substitution: column j eliminates row j from the rows below.
 
-    Never by powers of L (a Neumann series): those grow like |L|^n while the inverse stays of order one, and the keys of a
-    trained model are correlated enough to lose every digit.
+    Never by powers of L (a Neumann series): those grow like |L|^n while the inverse stays of order one, and the keys of
+    a trained model are correlated enough to lose every digit.
     """
 
     def eliminate(j, A):
@@ -239,7 +240,7 @@ def _segment_order(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 class _SegmentPlan(NamedTuple):
-    """Where the tokens of each segment stand in chunks that restart with each segment: M chunks, N segments, T tokens."""
+    """Where T tokens of N segments stand in M chunks that restart with each segment."""
 
     segment: Int[Array, "M"]
     first: Bool[Array, "M"]

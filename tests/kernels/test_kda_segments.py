@@ -48,12 +48,14 @@ def alone(arguments, d, row, tokens, state, dstate):
     """
 
     def take(x):
-        return jnp.zeros((1, 48, *x.shape[2:]), x.dtype).at[0, : len(tokens)].set(x[row, tokens])
+        taken = np.zeros((1, 48, *x.shape[2:]), np.float32)
+        taken[0, : len(tokens)] = np.asarray(x)[row, tokens]
+        return jnp.asarray(taken)
 
     part = {name: take(arguments[name]) for name in TOKENS} | {"initial_state": state}
     (o, state), gradients = outputs_and_gradients(op("reference", None), part, (take(d[0]), dstate))
-    of_tokens = {name: gradients[name][0, : len(tokens)] for name in TOKENS}
-    return o[0, : len(tokens)], state, of_tokens, gradients["initial_state"]
+    of_tokens = {name: np.asarray(gradients[name])[0, : len(tokens)] for name in TOKENS}
+    return np.asarray(o)[0, : len(tokens)], state, of_tokens, gradients["initial_state"]
 
 
 def assert_same(actual, expected):

@@ -1,0 +1,80 @@
+"""Saving and restoring a TrainState with Orbax: asynchronous, atomic, the newest `keep` steps.
+
+Arrays have canonical names on disk, so a checkpoint does not depend on the mesh or on the grouping of layers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.sharding import get_mesh
+
+from k3_jax.config import K3Config
+from k3_jax.nn.layout import abstract_layers, from_layers, to_layers
+from k3_jax.train.state import TrainState
+from k3_jax.weights.orbax import MODEL, OPTIMIZER, RUN, read_arrays, read_run
+
+COUNTERS = ("step", "updates", "bad_in_row")
+
+
+class Checkpoints:
+    """The checkpoints of one working directory. Use as a context manager: leaving it waits for the last save."""
+
+    def __init__(self, workdir: Path, keep: int, config: K3Config):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True, create=True)
+        self.directory = workdir.absolute() / "checkpoints"
+        self.config = config
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._by_layer = jax.jit(lambda tree: to_layers(tree, config))
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._manager.close()
+
+    def latest(self) -> int | None:
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState, run: dict[str, Any]) -> None:
+        """Start writing; the device arrays are copied before this returns. Raises OSError if the one before failed."""
+        counters = {name: int(getattr(state, name)) for name in COUNTERS}
+        args = ocp.args.Composite(
+            **{
+                MODEL: ocp.args.StandardSave(self._by_layer(state.model)),
+                OPTIMIZER: ocp.args.StandardSave(self._by_layer(state.optimizer)),
+                RUN: ocp.args.JsonSave(run | counters),
+            }
+        )
+        self._manager.save(counters["step"], args=args, force=True)
+
+    def wait(self) -> None:
+        """Until the last save is on disk. Raises OSError if it failed."""
+        self._manager.wait_until_finished()
+
+    def restore(self, like: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
+        """The state of `step`, laid out like `like` (which may be abstract), and the run's JSON.
+
+        Raises ConfigError for missing or unexpected names, other shapes or other dtypes.
+        """
+        folder = self.directory / str(step)
+        model = restore_tree(folder / MODEL, like.model, self.config)
+        optimizer = restore_tree(folder / OPTIMIZER, like.optimizer, self.config)
+        run = read_run(folder)
+        counters = {name: jnp.asarray(run[name], jnp.int32) for name in COUNTERS}
+        return TrainState(model=model, optimizer=optimizer, **counters), run
+
+
+def restore_tree(path: Path, like: Any, config: K3Config) -> Any:
+    """One item of a checkpoint as a tree of the structure, dtypes and sharding of `like`."""
+    mesh = get_mesh()
+    targets = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, x.sharding.spec))
+        for name, x in abstract_layers(like, config).items()
+    }
+    named = read_arrays(path, targets)
+    return jax.jit(lambda named: from_layers(named, like, config))(named)
+
+

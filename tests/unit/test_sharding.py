@@ -1,0 +1,165 @@
+"""Sharding: the table, and the model on meshes of 8 fake devices against one device."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from k3_jax import sharding
+from k3_jax.config import ConfigError, MeshConfig
+from k3_jax.mesh import make_mesh
+from k3_jax.nn.layout import abstract_layers
+from k3_jax.train.loss import next_token_loss
+from pallas_kernels.common.testing import assert_gradients_close
+from tests.models import abstract_model, make_model, quick_jit, random_tokens, tiny_config, to_named
+
+# One layer of each mixer and of each FFN, with sizes that 8 devices divide.
+CONFIG = tiny_config(
+    num_layers=2, mla_layers=(1,), kda={"num_heads": 4}, mla={"num_heads": 4, "q_lora_rank": 16}, attn_res_block=2
+)
+MESHES = {
+    "data": MeshConfig(data=8),
+    "fsdp": MeshConfig(fsdp=8),
+    "data_and_tensor": MeshConfig(data=2, tensor=4),
+    "data_fsdp_tensor": MeshConfig(data=2, fsdp=2, tensor=2),
+}
+# Axes of one layer's tensor; "-" is not sharded.
+TABLE = {
+    "embed": "tensor fsdp", "lm_head": "fsdp tensor", "norm": "-", "output_attn_res.query": "-",
+    "layers.0.attn_res.query": "-", "layers.0.ffn_norm": "-",
+    "layers.0.kda.q": "fsdp tensor -", "layers.0.kda.g": "fsdp tensor -", "layers.0.kda.o": "tensor - fsdp",
+    "layers.0.kda.q_conv": "- tensor -", "layers.0.kda.A_log": "tensor", "layers.0.kda.dt_bias": "tensor -",
+    "layers.0.kda.b": "fsdp tensor", "layers.0.kda.f_a": "fsdp -", "layers.0.kda.f_b": "fsdp tensor -",
+    "layers.0.kda.o_norm": "-",
+    "layers.0.dense.gate": "fsdp tensor", "layers.0.dense.down": "tensor fsdp",
+    "layers.1.mla.q_a": "fsdp -", "layers.1.mla.q_b": "fsdp tensor -", "layers.1.mla.kv_a": "fsdp -",
+    "layers.1.mla.kv_b": "fsdp tensor -", "layers.1.mla.g": "fsdp tensor -", "layers.1.mla.o": "tensor - fsdp",
+    "layers.1.moe.router": "fsdp -", "layers.1.moe.router_bias": "-", "layers.1.moe.latent_down": "fsdp -",
+    "layers.1.moe.latent_up": "- fsdp", "layers.1.moe.w1": "expert fsdp tensor",
+    "layers.1.moe.w3": "expert fsdp tensor", "layers.1.moe.w2": "expert tensor fsdp",
+    "layers.1.moe.shared.gate": "fsdp tensor", "layers.1.moe.shared.down": "tensor fsdp",
+}  # fmt: skip
+
+
+@functools.cache
+def mesh_of(name):
+    return make_mesh(MESHES[name])
+
+
+def shard(model):
+    """The same numbers, laid out by the table on the mesh that is set."""
+    mesh = jax.sharding.get_mesh()
+    wanted = jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), abstract_model(CONFIG))
+    return jax.device_put(model, wanted)
+
+
+def batch():
+    """Eight rows: packed documents, padding, and a row without anything."""
+    tokens = random_tokens(CONFIG, 8, 12)
+    ids = np.zeros((8, 12), np.int32)
+    ids[1, 5:], ids[2, 9:], ids[3, :], ids[4, 2:7] = 1, -1, -1, 3
+    mask = (ids >= 0) & (ids == np.roll(ids, -1, 1))
+    mask[:, -1] = False
+    return tokens, jnp.asarray(ids), jnp.asarray(mask)
+
+
+def loss(model, tokens, ids, mask, dtype=jnp.float32):
+    h, reports = model.hidden(tokens, ids, dtype)
+    total, count = next_token_loss(model, h, tokens, mask, 8)
+    return total / count, reports
+
+
+step = quick_jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def rows(x):
+    return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), sharding.active("BT")))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    model = make_model(CONFIG, seed=5)
+    (value, reports), gradients = step(model, *batch())
+    return model, float(value), to_named(gradients, CONFIG), reports
+
+
+SLOW = {"data", "data_and_tensor"}  # the other two use the same axes
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MESHES]
+)
+def test_loss_gradients_and_reports_are_those_of_one_device(name, one_device):
+    model, expected, expected_gradients, expected_reports = one_device
+    with jax.set_mesh(mesh_of(name)):
+        sharded = shard(model)
+        (value, reports), gradients = step(sharded, *(rows(x) for x in batch()))
+        same = jax.tree.map(lambda g, p: g.sharding.is_equivalent_to(p.sharding, p.ndim), gradients, sharded)
+    assert all(jax.tree.leaves(same)), "a gradient is not laid out like its parameter"
+    np.testing.assert_allclose(float(value), expected, rtol=1e-6)
+    gradients = jax.device_get(gradients)
+    assert_gradients_close(to_named(gradients, CONFIG), expected_gradients, 1e-4)
+    for actual, wanted in zip(jax.tree.leaves(reports), jax.tree.leaves(expected_reports), strict=True):
+        np.testing.assert_allclose(jax.device_get(actual), wanted, rtol=1e-5)
+
+
+def test_parameters_are_sharded_by_the_table():
+    with jax.set_mesh(mesh_of("data_fsdp_tensor")):
+        layers = abstract_layers(abstract_model(CONFIG), CONFIG)
+        for name, axes in TABLE.items():
+            spec = PartitionSpec(*(None if axis == "-" else axis for axis in axes.split()))
+            wanted = NamedSharding(layers[name].sharding.mesh, spec)
+            assert wanted.is_equivalent_to(layers[name].sharding, layers[name].ndim), (name, layers[name].sharding.spec)
+
+
+def test_every_matrix_is_sharded():
+    """Nothing big is left whole on each device: only vectors, and the router's bias, have no axis."""
+    with jax.set_mesh(mesh_of("data_fsdp_tensor")):
+        for name, x in abstract_layers(abstract_model(CONFIG), CONFIG).items():
+            assert x.ndim == 1 or any(x.sharding.spec), name
+
+
+def test_letters():
+    assert sharding.stored("DHK") == PartitionSpec("fsdp", "tensor", None)
+    assert sharding.active("DHK") == PartitionSpec(None, "tensor", None)
+    assert sharding.active("BTD") == PartitionSpec(("data", "fsdp", "expert"), None, None)
+    with pytest.raises(ConfigError, match="used twice"):
+        sharding.stored("HF")
+
+
+def test_without_a_mesh_everything_is_local():
+    x = jnp.ones((2, 3))
+    assert not sharding.has_mesh()
+    assert sharding.place(x, sharding.active("BT")) is x
+    assert sharding.sum_over("BT", x) is x and sharding.max_over("BT", x) is x
+    assert sharding.local(np.add, ("BT", "BT"), "BT") is np.add
+
+
+COMPILE = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding
+from tests.unit import test_sharding as t
+with jax.set_mesh(t.mesh_of("data_fsdp_tensor")):
+    tokens, ids, mask = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=t.rows(x).sharding) for x in t.batch())
+    mesh = jax.sharding.get_mesh()
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
+    model = jax.tree.map(place, t.abstract_model(t.CONFIG))
+    t.step.lower(model, tokens, ids, mask).compile()
+"""
+
+
+def test_nothing_is_rematerialized_on_all_devices(root):
+    """XLA warns in its log where it can only gather a whole array to lay it out anew. A process of its own: the log
+    level must stand before JAX starts, and a program from the compilation cache would warn of nothing."""
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "Involuntary full rematerialization" not in result.stderr
