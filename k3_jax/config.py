@@ -61,8 +61,9 @@ class MLAConfig:
     latent_norm_eps: float = 1e-6
 
     def __post_init__(self):
-        _require_positive(self, "num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-                          "v_head_dim")
+        _require_positive(
+            self, "num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+        )
         _require(self.latent_norm_eps > 0, "MLAConfig.latent_norm_eps", self.latent_norm_eps, "a positive number")
 
     @property
@@ -90,8 +91,12 @@ class MoEConfig:
 
     def __post_init__(self):
         _require_positive(self, "num_experts", "top_k", "latent_dim", "expert_dim", "shared_dim", "quantile_bins")
-        _require(self.top_k < self.num_experts, "MoEConfig.top_k", self.top_k,
-                 f"less than num_experts = {self.num_experts} (Quantile Balancing needs the (k+1)-th score)")
+        _require(
+            self.top_k < self.num_experts,
+            "MoEConfig.top_k",
+            self.top_k,
+            f"less than num_experts = {self.num_experts} (Quantile Balancing needs the (k+1)-th score)",
+        )
 
 
 @dataclass(frozen=True)
@@ -118,21 +123,34 @@ class K3Config:
     pad_token_id: int = 0
 
     def __post_init__(self):
-        _require_positive(self, "vocab_size", "hidden_size", "num_layers", "dense_dim", "attn_res_block",
-                          "max_positions")
+        _require_positive(
+            self, "vocab_size", "hidden_size", "num_layers", "dense_dim", "attn_res_block", "max_positions"
+        )
         object.__setattr__(self, "mla_layers", tuple(self.mla_layers))
         inside = all(isinstance(i, int) and 0 <= i < self.num_layers for i in self.mla_layers)
         ordered = list(self.mla_layers) == sorted(set(self.mla_layers))
-        _require(inside and ordered, "K3Config.mla_layers", self.mla_layers,
-                 f"increasing 0-based layer indices below num_layers = {self.num_layers}")
+        _require(
+            inside and ordered,
+            "K3Config.mla_layers",
+            self.mla_layers,
+            f"increasing 0-based layer indices below num_layers = {self.num_layers}",
+        )
         dense_ok = isinstance(self.first_dense_layers, int) and 0 <= self.first_dense_layers <= self.num_layers
         _require(dense_ok, "K3Config.first_dense_layers", self.first_dense_layers, f"0..{self.num_layers}")
-        _require(self.moe is not None or self.first_dense_layers == self.num_layers, "K3Config.moe", None,
-                 "a MoEConfig, or first_dense_layers = num_layers for a dense model")
+        _require(
+            self.moe is not None or self.first_dense_layers == self.num_layers,
+            "K3Config.moe",
+            None,
+            "a MoEConfig, or first_dense_layers = num_layers for a dense model",
+        )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
-            _require(isinstance(value, int) and 0 <= value < self.vocab_size, f"K3Config.{name}", value,
-                     f"a token below vocab_size = {self.vocab_size}")
+            _require(
+                isinstance(value, int) and 0 <= value < self.vocab_size,
+                f"K3Config.{name}",
+                value,
+                f"a token below vocab_size = {self.vocab_size}",
+            )
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> "K3Config":
@@ -289,8 +307,18 @@ class TrainConfig:
     context_stages: tuple[ContextStage, ...] = ()
 
     def __post_init__(self):
-        _require_positive(self, "steps", "grad_accumulation", "checkpoint_every", "keep", "log_every", "eval_every",
-                          "eval_batches", "loss_chunk", "max_bad_steps")
+        _require_positive(
+            self,
+            "steps",
+            "grad_accumulation",
+            "checkpoint_every",
+            "keep",
+            "log_every",
+            "eval_every",
+            "eval_batches",
+            "loss_chunk",
+            "max_bad_steps",
+        )
         _require_seed(self)
         dtype_ok = self.compute_dtype in ("float32", "bfloat16")
         _require(dtype_ok, "TrainConfig.compute_dtype", self.compute_dtype, "'float32' or 'bfloat16'")
@@ -315,5 +343,9 @@ class RunConfig:
         for stage in self.train.context_stages:
             tokens = batch * self.data.sequence_length
             fits = tokens % (stage.sequence_length * micro) == 0
-            _require(fits, "ContextStage.sequence_length", stage.sequence_length,
-                     f"a divisor of the {tokens} tokens per batch, in whole micro-batches")
+            _require(
+                fits,
+                "ContextStage.sequence_length",
+                stage.sequence_length,
+                f"a divisor of the {tokens} tokens per batch, in whole micro-batches",
+            )

@@ -17,11 +17,22 @@ from k3_jax.config import ConfigError
 Axes = tuple[str, ...]
 
 # Letters of a stored weight.          D: model width, O: vocabulary, H: heads, F: inner width, E: experts
-STORED: dict[str, Axes] = {"D": ("fsdp",), "L": ("fsdp",), "O": ("tensor",), "H": ("tensor",), "F": ("tensor",),
-                           "E": ("expert",)}
+STORED: dict[str, Axes] = {
+    "D": ("fsdp",),
+    "L": ("fsdp",),
+    "O": ("tensor",),
+    "H": ("tensor",),
+    "F": ("tensor",),
+    "E": ("expert",),
+}
 # Letters of a weight in use and of activations.        B: batch rows
-ACTIVE: dict[str, Axes] = {"B": ("data", "fsdp", "expert"), "O": ("tensor",), "H": ("tensor",),
-                           "F": ("tensor",), "E": ("expert",)}
+ACTIVE: dict[str, Axes] = {
+    "B": ("data", "fsdp", "expert"),
+    "O": ("tensor",),
+    "H": ("tensor",),
+    "F": ("tensor",),
+    "E": ("expert",),
+}
 
 
 def _spec(letters: str, table: dict[str, Axes]) -> PartitionSpec:

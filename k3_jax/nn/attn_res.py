@@ -14,7 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from k3_jax.config import K3Config
-from k3_jax.nn.linear import ones, param, zeros
+from k3_jax.nn.init import ones, zeros
+from k3_jax.nn.linear import param
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

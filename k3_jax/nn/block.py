@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from k3_jax.config import K3Config
 from k3_jax.nn.attn_res import AttnRes, BankSummary, merge, mix, summarise
+from k3_jax.nn.init import ones
 from k3_jax.nn.kda import KDA, init_state
-from k3_jax.nn.linear import MLP, ones, param
+from k3_jax.nn.linear import MLP, param
 from k3_jax.nn.mla import MLA
 from k3_jax.nn.moe import LatentMoE
 from k3_jax.nn.norm import rms_norm

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
-Init = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+Init = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 
 
 def _mix(x: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:

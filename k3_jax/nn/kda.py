@@ -3,6 +3,7 @@
 B batch, T positions, H heads, K = V = head_dim, W taps of the convolution, D model width, R rank of the decay gate.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from k3_jax import sharding
 from k3_jax.config import K3Config
-from k3_jax.nn.linear import ones, param, project, zeros
+from k3_jax.nn.init import normal, ones, uniform, zeros
+from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import gated_rms_norm, l2_norm
 from pallas_kernels.kda import chunk_kda, kda_gate, recurrent_kda
 
@@ -69,7 +71,7 @@ def conv_context(
 
 class KDA(nnx.Module):
     def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype=jnp.float32):
-        init = jax.nn.initializers.normal(config.init_std)
+        init = normal(config.init_std)
         D, H, K, W = config.hidden_size, config.kda.num_heads, config.kda.head_dim, config.kda.conv_width
         self.config = config
         self.q = param(rngs, init, (D, H, K), "DHK", dtype)
@@ -116,20 +118,17 @@ def _mix(u, z, beta, segment_ids, state: KDAState, weights, *, lower_bound: floa
     if u.shape[1] == 1:
         o, S = recurrent_kda(q, k, v, g, beta, initial_state=state.S, segment_ids=segment_ids)
     else:
-        o, S = chunk_kda(
-            q, k, v, g, beta, initial_state=state.S, segment_ids=segment_ids, gate_lower_bound=lower_bound
-        )
+        o, S = chunk_kda(q, k, v, g, beta, initial_state=state.S, segment_ids=segment_ids, gate_lower_bound=lower_bound)
     return o, KDAState(S, conv_context(u, segment_ids, state.conv))
 
 
 def _conv_init(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
     """Uniform in +-1/sqrt(W), the usual start of a depthwise convolution of W taps."""
     bound = shape[0] ** -0.5
-    return jax.random.uniform(key, shape, dtype, -bound, bound)
+    return uniform(key, shape, -bound, bound).astype(dtype)
 
 
 def _dt_bias_init(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
     """Inverse softplus of dt, log-uniform in [1e-3, 0.1] (spec §2.5)."""
-    low, high = jnp.log(1e-3), jnp.log(0.1)
-    dt = jnp.exp(jax.random.uniform(key, shape, dtype) * (high - low) + low)
+    dt = jnp.exp(uniform(key, shape, math.log(1e-3), math.log(0.1))).astype(dtype)
     return dt + jnp.log(-jnp.expm1(-dt))

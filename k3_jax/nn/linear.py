@@ -4,32 +4,20 @@ Weights are cast to the dtype of the activations where they are used: the dtype 
 Products of float32 operands ask for highest precision, since a TPU's default is a single bf16 pass.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from k3_jax import sharding
 from k3_jax.config import K3Config
+from k3_jax.nn.init import Init, normal
 from k3_jax.sharding import precision
-
-Init = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 
 
 def param(rngs: nnx.Rngs, init: Init, shape: tuple[int, ...], letters: str, dtype=jnp.float32) -> nnx.Param:
     """A parameter stored by its sharding letters, one letter per axis ('_': not sharded)."""
     return nnx.Param(sharding.place(init(rngs.params(), shape, dtype), sharding.stored(letters)))
-
-
-def ones(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-    return jnp.ones(shape, dtype)
-
-
-def zeros(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-    return jnp.zeros(shape, dtype)
 
 
 def project(subscripts: str, x: Array, weight: nnx.Param, letters: str, out: str) -> Array:
@@ -49,7 +37,7 @@ class MLP(nnx.Module):
     """down(SiTU(gate(x), up(x))): the dense FFN of layer 0, and the shared experts."""
 
     def __init__(self, config: K3Config, inner: int, *, rngs: nnx.Rngs, dtype=jnp.float32):
-        init, D = jax.nn.initializers.normal(config.init_std), config.hidden_size
+        init, D = normal(config.init_std), config.hidden_size
         self.config = config
         self.gate = param(rngs, init, (D, inner), "DF", dtype)
         self.up = param(rngs, init, (D, inner), "DF", dtype)

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int
 from k3_jax import sharding
 from k3_jax.config import K3Config
 from k3_jax.nn.attention import blockwise_attention
-from k3_jax.nn.linear import ones, param, project
+from k3_jax.nn.init import normal, ones
+from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import rms_norm
 from k3_jax.sharding import precision
 
@@ -37,7 +38,7 @@ def init_cache(config: K3Config, batch: int, capacity: int, dtype: DTypeLike) ->
 
 class MLA(nnx.Module):
     def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype=jnp.float32):
-        init, D, c = jax.nn.initializers.normal(config.init_std), config.hidden_size, config.mla
+        init, D, c = normal(config.init_std), config.hidden_size, config.mla
         H, N, R, V = c.num_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
         self.config = config
         self.q_a = param(rngs, init, (D, c.q_lora_rank), "D_", dtype)
@@ -57,7 +58,8 @@ class MLA(nnx.Module):
         kv = project("btc,chn->bthn", latent[..., : c.kv_lora_rank], self.kv_b, "LH_", "BTH_")
         attend = sharding.local(
             partial(_expanded, split=c.qk_nope_head_dim, scale=c.qk_head_dim**-0.5),
-            ("BTH_", "BTH_", "BT_", "BT"), ("BTH_", "H"),
+            ("BTH_", "BTH_", "BT_", "BT"),
+            ("BTH_", "H"),
         )
         o, peak = attend(self._query(x), kv, latent[..., c.kv_lora_rank :], segment_ids)
         return self._output(x, o), peak
@@ -70,22 +72,26 @@ class MLA(nnx.Module):
         c, dtype = self.config.mla, x.dtype
         q, kv_b = self._query(x), sharding.use(self.kv_b[...], "LH_", dtype)
         q_nope, q_pe = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
-        absorbed = sharding.einsum("bthn,chn->bthc", q_nope, kv_b[..., : c.qk_nope_head_dim], out="BTH_",
-                                   precision=precision(dtype))
+        absorbed = sharding.einsum(
+            "bthn,chn->bthc", q_nope, kv_b[..., : c.qk_nope_head_dim], out="BTH_", precision=precision(dtype)
+        )
         attend = sharding.local(
             partial(_absorbed, rank=c.kv_lora_rank, scale=c.qk_head_dim**-0.5),
-            ("BTH_", "BT_", "BT", "B", "BS_"), ("BTH_", "BS_"),
+            ("BTH_", "BT_", "BT", "B", "BS_"),
+            ("BTH_", "BS_"),
         )
         context, latent = attend(
             jnp.concatenate([absorbed, q_pe], axis=-1), self._latent(x), valid, start, cache.latent
         )
-        o = sharding.einsum("bthc,chv->bthv", context, kv_b[..., c.qk_nope_head_dim :], out="BTHV",
-                            precision=precision(dtype))
+        o = sharding.einsum(
+            "bthc,chv->bthv", context, kv_b[..., c.qk_nope_head_dim :], out="BTHV", precision=precision(dtype)
+        )
         return self._output(x, o), MLACache(latent)
 
     def _query(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
-        q = rms_norm(project("btd,dq->btq", x, self.q_a, "D_", "BT_"), self.q_a_norm[...],
-                     self.config.mla.latent_norm_eps)
+        q = rms_norm(
+            project("btd,dq->btq", x, self.q_a, "D_", "BT_"), self.q_a_norm[...], self.config.mla.latent_norm_eps
+        )
         return project("btq,qhk->bthk", q, self.q_b, "LH_", "BTH_")
 
     def _latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T CR"]:
@@ -121,7 +127,5 @@ def _absorbed(q, new, valid, start, latent, *, rank: int, scale: float):
     k_segment = jnp.zeros_like(k_position)  # positions never written lie after every query
     keys = latent.astype(q.dtype)[:, :, None]
     q_segment = jnp.where(valid >= 0, 0, -1)
-    o, _ = blockwise_attention(
-        q[:, :, None], keys, keys[..., :rank], position, k_position, q_segment, k_segment, scale
-    )
+    o, _ = blockwise_attention(q[:, :, None], keys, keys[..., :rank], position, k_position, q_segment, k_segment, scale)
     return o[:, :, 0], latent

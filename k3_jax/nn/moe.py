@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from k3_jax import sharding
 from k3_jax.config import K3Config, MoEConfig
 from k3_jax.nn.balance import histogram
-from k3_jax.nn.linear import MLP, ones, param, project, situ, zeros
+from k3_jax.nn.init import normal, ones, zeros
+from k3_jax.nn.linear import MLP, param, project, situ
 from k3_jax.nn.norm import rms_norm
 from k3_jax.parallel.grouped import grouped_matmul
 
@@ -30,7 +31,7 @@ class RouterStats:
 
 class LatentMoE(nnx.Module):
     def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype=jnp.float32):
-        init, D, moe = jax.nn.initializers.normal(config.init_std), config.hidden_size, config.moe
+        init, D, moe = normal(config.init_std), config.hidden_size, config.moe
         E, L, F = moe.num_experts, moe.latent_dim, moe.expert_dim
         self.config = config
         self.router = param(rngs, init, (D, E), "D_", dtype)

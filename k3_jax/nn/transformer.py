@@ -16,7 +16,8 @@ from k3_jax.nn import kda, mla
 from k3_jax.nn.attn_res import AttnRes, empty_summary, merge, mix
 from k3_jax.nn.block import Block, Kind
 from k3_jax.nn.depth import plan_stages, run_layers, run_layers_cached
-from k3_jax.nn.linear import ones, param, project
+from k3_jax.nn.init import normal, ones
+from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import rms_norm
 
 
@@ -33,7 +34,7 @@ class K3(nnx.Module):
     """`K3(config, rngs=nnx.Rngs(0))`. A module is a plain pytree: jax.jit, jax.grad and optax take it as it is."""
 
     def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype=jnp.float32):
-        init, V, D = jax.nn.initializers.normal(config.init_std), config.vocab_size, config.hidden_size
+        init, V, D = normal(config.init_std), config.vocab_size, config.hidden_size
         self.config = config
         self.embed = param(rngs, init, (V, D), "OD", dtype)
         self.stages = nnx.List(
@@ -65,7 +66,9 @@ class K3(nnx.Module):
 
     def hidden(self, tokens, segment_ids=None, dtype=jnp.bfloat16) -> tuple[Float[Array, "B T D"], list]:
         """The final normed state, and each run's reports (spec §4.3). Segments: a change resets, < 0 is padding."""
+        tokens = sharding.place(tokens, sharding.active("BT"))
         segment_ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
+        segment_ids = sharding.place(segment_ids, sharding.active("BT"))
         r, bank, reports = run_layers(self.config, self._stages(), self.embedding(tokens, dtype), segment_ids)
         h, _ = mix(bank, bank.shape[0], r, self.output_attn_res.key(), self.config.norm_eps)
         return rms_norm(h, self.norm[...], self.config.norm_eps), reports
@@ -126,10 +129,5 @@ class K3(nnx.Module):
 
 
 def _stack(config: K3Config, kind: Kind, shape: tuple[int, int], rngs: nnx.Rngs, dtype) -> Block:
-    """Blocks of one kind with leading axes `shape`. Their keys use XLA's own generator, as one program: threefry
-    for every parameter would take minutes to compile."""
-
-    def make(data):
-        return Block(config, kind, rngs=nnx.Rngs(jax.random.wrap_key_data(data, impl="rbg")), dtype=dtype)
-
-    return jax.jit(jax.vmap(jax.vmap(make)))(jax.random.bits(rngs.params(), (*shape, 4), jnp.uint32))
+    make = lambda key: Block(config, kind, rngs=nnx.Rngs(key), dtype=dtype)  # noqa: E731
+    return jax.jit(jax.vmap(jax.vmap(make)))(jax.random.split(rngs.params(), shape))

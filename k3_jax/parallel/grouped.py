@@ -16,9 +16,7 @@ from k3_jax.sharding import precision, vary_alike
 BLOCK = 128
 
 
-def grouped_matmul(
-    x: Float[Array, "R A"], w: Float[Array, "G A C"], sizes: Int[Array, " G"]
-) -> Float[Array, "R C"]:
+def grouped_matmul(x: Float[Array, "R A"], w: Float[Array, "G A C"], sizes: Int[Array, " G"]) -> Float[Array, "R C"]:
     """y[r] = x[r] @ w[g] for the group g of row r; `sizes` sum to R. float32 accumulation and result."""
     return _product(*vary_alike(x, w, sizes))
 

@@ -76,5 +76,3 @@ def restore_tree(path: Path, like: Any, config: K3Config) -> Any:
     }
     named = read_arrays(path, targets)
     return jax.jit(lambda named: from_layers(named, like, config))(named)
-
-

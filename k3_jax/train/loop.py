@@ -23,7 +23,7 @@ from k3_jax.config import ConfigError, DataConfig, RunConfig
 from k3_jax.mesh import make_mesh
 from k3_jax.nn.pretrained import load_config, load_model
 from k3_jax.nn.transformer import K3
-from k3_jax.overrides import differences, to_json
+from k3_jax.overrides import differences, from_json, to_json
 from k3_jax.train import ngram
 from k3_jax.train.checkpoint import Checkpoints
 from k3_jax.train.corpus import Corpus, make_corpus
@@ -35,8 +35,16 @@ from k3_jax.train.step import make_eval_step, make_train_step, micro_batches
 from k3_jax.weights.tokenizer import ByteTokenizer, load_tokenizer
 
 # Fields that do not change the steps: a working directory may be continued with other values of these.
-FREE = ("mesh.", "train.checkpoint_every", "train.keep", "train.log_every", "train.eval_every", "train.eval_batches",
-        "train.max_bad_steps", "train.loss_chunk")
+FREE = (
+    "mesh.",
+    "train.checkpoint_every",
+    "train.keep",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.max_bad_steps",
+    "train.loss_chunk",
+)
 
 
 class TrainingError(RuntimeError):
@@ -95,10 +103,13 @@ def claim(workdir: Path, run: RunConfig) -> None:
     """Write config.json, or check that the run that is there has the same configuration."""
     path = workdir / "config.json"
     if path.exists():
-        changed = [line for line in differences(json.loads(path.read_text()), to_json(run)) if not line.startswith(FREE)]
+        before = from_json(RunConfig, json.loads(path.read_text()))
+        changed = [line for line in differences(before, run) if not line.startswith(FREE)]
         if changed:
-            raise ConfigError(f"--workdir {workdir}: holds a run with another configuration: {'; '.join(changed)}; "
-                              "use another --workdir (and --init to start from these weights)")
+            raise ConfigError(
+                f"--workdir {workdir}: holds a run with another configuration: {'; '.join(changed)}; "
+                "use another --workdir (and --init to start from these weights)"
+            )
         return
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -245,8 +256,10 @@ class Session:
         try:
             self.checkpoints.save(state, {"config": to_json(self.run), "data": self.train_corpus.fingerprint})
         except (OSError, ValueError, RuntimeError) as error:
-            self.reporter.say(f"step {int(state.step)}: checkpoint not written ({error}); "
-                              f"the newest is step {self.checkpoints.latest()}")
+            self.reporter.say(
+                f"step {int(state.step)}: checkpoint not written ({error}); "
+                f"the newest is step {self.checkpoints.latest()}"
+            )
 
     def finish_saving(self, step: int) -> None:
         try:

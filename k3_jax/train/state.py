@@ -44,5 +44,5 @@ def new_model(run: RunConfig) -> K3:
 
 def start(run: RunConfig, model: K3) -> TrainState:
     """A fresh state around a model: step 0 and an empty optimizer."""
-    counter = jnp.zeros((), jnp.int32)
-    return TrainState(counter, counter, counter, model, optimizer_for(run, model).init(model))
+    counters = [jnp.zeros((), jnp.int32) for _ in range(3)]  # not one array: the step donates each
+    return TrainState(*counters, model, optimizer_for(run, model).init(model))

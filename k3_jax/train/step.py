@@ -93,7 +93,7 @@ def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def merge(a: list, b: list) -> list:
-    """Reports of two micro-batches: counts add up, the largest logit stays (a negative one counts as 0), entropies add up."""
+    """Reports of two micro-batches: counts and entropies add up, the larger of the largest logits stays."""
 
     def run(a: dict, b: dict) -> dict:
         return {
@@ -140,8 +140,11 @@ def summary(reports: list, micro_batches: int) -> Metrics:
     if routers:
         load = jnp.concatenate([stats.load.reshape(-1, stats.load.shape[-1]) for stats in routers])
         stats = load_stats(load)
-        metrics |= {"expert_load_max": stats.max_violation.max() + 1, "expert_load_mean": stats.max_violation.mean() + 1,
-                    "dead_experts": stats.dead_fraction.mean()}
+        metrics |= {
+            "expert_load_max": stats.max_violation.max() + 1,
+            "expert_load_mean": stats.max_violation.mean() + 1,
+            "dead_experts": stats.dead_fraction.mean(),
+        }
     logits = [report["max_logit"].max() for report in flat if "max_logit" in report]
     return metrics | ({"max_logit": jnp.stack(logits).max()} if logits else {})
 

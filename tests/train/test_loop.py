@@ -1,0 +1,96 @@
+"""The training run as a whole, on a model of three layers: resume after a kill, refusal of another configuration."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from k3_jax.config import (
+    ConfigError,
+    DataConfig,
+    K3Config,
+    KDAConfig,
+    MeshConfig,
+    MLAConfig,
+    MoEConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from k3_jax.train import loop
+from k3_jax.weights.orbax import MODEL, OPTIMIZER
+
+
+class Killed(Exception):
+    """Stands for kill -9: nothing is saved on the way out."""
+
+
+@pytest.fixture
+def run(tmp_path) -> RunConfig:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(40):
+        (texts / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox jumps over the lazy dog. " * 6)
+    model = K3Config(
+        vocab_size=256, hidden_size=16, num_layers=3, mla_layers=(2,), kda=KDAConfig(2, 8),
+        mla=MLAConfig(2, 8, 8, 8, 4, 8), dense_dim=32, moe=MoEConfig(4, 2, 8, 8, 16, quantile_bins=32), attn_res_block=2,
+    )  # fmt: skip
+    return RunConfig(
+        name="test",
+        model=model,
+        data=DataConfig(sequence_length=32, batch_size=4, source=str(texts)),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        train=TrainConfig(steps=6, checkpoint_every=2, log_every=1, eval_every=100, eval_batches=2,
+                          compute_dtype="float32", loss_chunk=32, grad_accumulation=2),
+        mesh=MeshConfig(data=2, fsdp=2, tensor=2),
+    )  # fmt: skip
+
+
+def losses(workdir) -> dict[int, float]:
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def arrays(workdir, step, item) -> dict[str, np.ndarray]:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.restore((workdir / "checkpoints" / str(step) / item).absolute())
+    return {name: np.asarray(x) for name, x in tree.items()}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_killed_run_continues_bit_for_bit(run, tmp_path, monkeypatch):
+    loop.train(run, tmp_path / "straight")
+
+    check = loop.Session.check
+
+    def kill(self, metrics, step):
+        check(self, metrics, step)
+        if step == 5:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Session, "check", kill)
+        with pytest.raises(Killed):
+            loop.train(run, tmp_path / "killed")
+    loop.train(run, tmp_path / "killed")
+
+    assert losses(tmp_path / "straight") == losses(tmp_path / "killed")
+    for item in (MODEL, OPTIMIZER):
+        a, b = arrays(tmp_path / "straight", 6, item), arrays(tmp_path / "killed", 6, item)
+        assert a.keys() == b.keys()
+        assert all(np.array_equal(a[name], b[name]) for name in a)
+
+    four = dataclasses.replace(run, mesh=MeshConfig(fsdp=2, tensor=2))
+    monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:4])
+    monkeypatch.setattr(loop, "make_train_step", lambda run: pytest.fail("a finished run takes no step"))
+    loop.train(four, tmp_path / "killed")  # restored on 4 devices
+    c = arrays(tmp_path / "killed", 6, MODEL)
+    assert all(np.array_equal(c[name], x) for name, x in arrays(tmp_path / "straight", 6, MODEL).items())
+
+    other = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, learning_rate=2e-2))
+    with pytest.raises(ConfigError, match="optimizer.learning_rate"):
+        loop.train(other, tmp_path / "killed")
