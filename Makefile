@@ -33,7 +33,7 @@ $(STAMP): requirements.lock setup.cfg pyproject.toml
 
 train: $(STAMP)
 	$(BIN)/k3 train --config configs/tiny.py --workdir $(WORKDIR)
-	@$(BIN)/k3 generate --checkpoint $(WORKDIR) --prompt "def " --max-tokens 1000 --temperature 0.8 --seed 0 \
+	@$(BIN)/k3 generate --checkpoint $(WORKDIR) --prompt "def " --max-tokens 1000 --temperature 0.8 --seed 0 --ignore-eos \
 		> $(WORKDIR)/sample.txt
 	@cat $(WORKDIR)/sample.txt
 	@echo

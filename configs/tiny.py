@@ -34,10 +34,10 @@ def get_config() -> RunConfig:
         data=DataConfig(source="stdlib", sequence_length=256, batch_size=16),  # ours
         optimizer=OptimizerConfig(learning_rate=3e-3),  # ours; weight decay, cosine and warm-up are K3's
         train=TrainConfig(
-            steps=600,  # ours
+            steps=260,  # ours
             compute_dtype="float32",
             loss_chunk=256,
-            eval_every=100,
-            checkpoint_every=100,
+            eval_every=65,
+            checkpoint_every=65,
         ),
     )

@@ -5,6 +5,7 @@ JAX is imported by `run` only, after the environment is set, so that help and ba
 """
 
 import argparse
+import glob
 import importlib
 import os
 import sys
@@ -17,6 +18,10 @@ from typing import NoReturn
 from k3_jax.config import ConfigError
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two as a shell reports the signals
+
+
+# Device files of TPU VMs (both generations of the driver) and of NVIDIA GPUs.
+ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*")
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def _set_environment() -> None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if not any(glob.glob(pattern) for pattern in ACCELERATORS):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else libtpu, installed to compile only, looks for a TPU
 
 
 def _version() -> str:

@@ -34,18 +34,33 @@ def run(tmp_path) -> RunConfig:
     for i in range(40):
         (texts / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox jumps over the lazy dog. " * 6)
     model = K3Config(
-        vocab_size=256, hidden_size=16, num_layers=3, mla_layers=(2,), kda=KDAConfig(2, 8),
-        mla=MLAConfig(2, 8, 8, 8, 4, 8), dense_dim=32, moe=MoEConfig(4, 2, 8, 8, 16, quantile_bins=32), attn_res_block=2,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=16,
+        num_layers=3,
+        mla_layers=(2,),
+        kda=KDAConfig(2, 8),
+        mla=MLAConfig(2, 8, 8, 8, 4, 8),
+        dense_dim=32,
+        moe=MoEConfig(4, 2, 8, 8, 16, quantile_bins=32),
+        attn_res_block=2,
+    )
     return RunConfig(
         name="test",
         model=model,
         data=DataConfig(sequence_length=32, batch_size=4, source=str(texts)),
         optimizer=OptimizerConfig(learning_rate=1e-2),
-        train=TrainConfig(steps=6, checkpoint_every=2, log_every=1, eval_every=100, eval_batches=2,
-                          compute_dtype="float32", loss_chunk=32, grad_accumulation=2),
+        train=TrainConfig(
+            steps=6,
+            checkpoint_every=2,
+            log_every=1,
+            eval_every=100,
+            eval_batches=2,
+            compute_dtype="float32",
+            loss_chunk=32,
+            grad_accumulation=2,
+        ),
         mesh=MeshConfig(data=2, fsdp=2, tensor=2),
-    )  # fmt: skip
+    )
 
 
 def losses(workdir) -> dict[int, float]:
