@@ -7,6 +7,7 @@ again takes the same steps, bit for bit on the same mesh.
 import contextlib
 import dataclasses
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +77,7 @@ def train(run: RunConfig, workdir: Path, init: Path | None = None) -> int:
     Raises ConfigError for a mistake in the configuration, TrainingError where the run itself failed.
     """
     mesh = make_mesh(run.mesh)
+    check_batch(run, mesh)
     corpora = read_corpora(run)
     claim(workdir, run)
     with jax.set_mesh(mesh), Checkpoints(workdir, run.train.keep, run.model) as checkpoints:
@@ -85,6 +87,18 @@ def train(run: RunConfig, workdir: Path, init: Path | None = None) -> int:
             return session.run_all(state)
         finally:
             session.reporter.close()
+
+
+def check_batch(run: RunConfig, mesh: jax.sharding.Mesh) -> None:
+    """Every micro-batch of every stage must split evenly over the batch axes of the mesh."""
+    shards = math.prod(mesh.shape[axis] for axis in sharding.ACTIVE["B"])
+    for stage in stages_of(run):
+        rows = stage.data.batch_size // run.train.grad_accumulation
+        if rows % shards:
+            raise ConfigError(
+                f"data.batch_size = {run.data.batch_size}: expected micro-batches (here {rows} rows of "
+                f"{stage.data.sequence_length} tokens) that split over the {shards} batch shards of the mesh"
+            )
 
 
 def read_corpora(run: RunConfig) -> tuple[Corpus, Corpus]:

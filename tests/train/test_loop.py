@@ -47,7 +47,7 @@ def run(tmp_path) -> RunConfig:
     return RunConfig(
         name="test",
         model=model,
-        data=DataConfig(sequence_length=32, batch_size=4, source=str(texts)),
+        data=DataConfig(sequence_length=32, batch_size=8, source=str(texts)),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         train=TrainConfig(
             steps=6,
@@ -109,3 +109,10 @@ def test_killed_run_continues_bit_for_bit(run, tmp_path, monkeypatch):
     other = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, learning_rate=2e-2))
     with pytest.raises(ConfigError, match="optimizer.learning_rate"):
         loop.train(other, tmp_path / "killed")
+
+
+def test_batch_that_does_not_split_is_refused(run, tmp_path):
+    small = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=4))
+    with pytest.raises(ConfigError, match=r"data.batch_size = 4.*4 batch shards"):
+        loop.train(small, tmp_path / "work")
+    assert not (tmp_path / "work").exists()
