@@ -29,7 +29,7 @@ def make_train_step(run: RunConfig) -> Callable[[TrainState, Batch], tuple[Train
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, grads, reports = accumulate(run, state.model, batch)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         updates, optimizer = optimizer_for(run, state.model).update(grads, state.optimizer, state.model)
         model = optax.apply_updates(state.model, updates)
         model = balance(clip(model, reports, run), reports, run)
