@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax.sharding import get_mesh
+from jax.sharding import NamedSharding, PartitionSpec, get_mesh
 
 from k3_jax.config import K3Config
 from k3_jax.nn.layout import abstract_layers, from_layers, to_layers
@@ -70,9 +70,11 @@ class Checkpoints:
 def restore_tree(path: Path, like: Any, config: K3Config) -> Any:
     """One item of a checkpoint as a tree of the structure, dtypes and sharding of `like`."""
     mesh = get_mesh()
-    targets = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, x.sharding.spec))
-        for name, x in abstract_layers(like, config).items()
-    }
+
+    def target(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = x.sharding.spec if x.sharding else PartitionSpec()  # a counter has no sharding of its own
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    targets = {name: target(x) for name, x in abstract_layers(like, config).items()}
     named = read_arrays(path, targets)
     return jax.jit(lambda named: from_layers(named, like, config))(named)
