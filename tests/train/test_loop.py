@@ -1,28 +1,17 @@
 """The training run as a whole, on a model of three layers: resume after a kill, refusal of another configuration."""
 
 import dataclasses
-import json
 import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from k3_jax.config import (
-    ConfigError,
-    DataConfig,
-    K3Config,
-    KDAConfig,
-    MeshConfig,
-    MLAConfig,
-    MoEConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from k3_jax.config import ConfigError, MeshConfig, RunConfig
 from k3_jax.mesh import make_mesh
 from k3_jax.train import loop
 from k3_jax.weights.orbax import MODEL, OPTIMIZER
+from tests.train.small_run import losses, small_run
 
 
 class Killed(Exception):
@@ -31,43 +20,7 @@ class Killed(Exception):
 
 @pytest.fixture
 def run(tmp_path) -> RunConfig:
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for i in range(40):
-        (texts / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox jumps over the lazy dog. " * 6)
-    model = K3Config(
-        vocab_size=256,
-        hidden_size=16,
-        num_layers=3,
-        mla_layers=(2,),
-        kda=KDAConfig(2, 8),
-        mla=MLAConfig(2, 8, 8, 8, 4, 8),
-        dense_dim=32,
-        moe=MoEConfig(4, 2, 8, 8, 16, quantile_bins=32),
-        attn_res_block=2,
-    )
-    return RunConfig(
-        name="test",
-        model=model,
-        data=DataConfig(sequence_length=32, batch_size=8, source=str(texts)),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
-        train=TrainConfig(
-            steps=6,
-            checkpoint_every=2,
-            log_every=1,
-            eval_every=100,
-            eval_batches=2,
-            compute_dtype="float32",
-            loss_chunk=32,
-            grad_accumulation=2,
-        ),
-        mesh=MeshConfig(data=2, fsdp=2, tensor=2),
-    )
-
-
-def losses(workdir) -> dict[int, float]:
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    return small_run(tmp_path)
 
 
 def arrays(workdir, step, item) -> dict[str, np.ndarray]:
