@@ -7,6 +7,7 @@ import dataclasses
 import math
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from k3_jax.config import ConfigError, MeshConfig
@@ -29,4 +30,6 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
             "for example --set mesh.fsdp=-1)"
         )
     shape = tuple(len(devices) // fixed if sizes[name] == -1 else sizes[name] for name in AXES)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices)
+    # An axis may be cut out of a torus dimension: fsdp = 512 on 8 x 8 x 16 chips, say.
+    grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))

@@ -81,7 +81,7 @@ class KDA(nnx.Module):
         self.o = param(rngs, init, (H, K, D), "HKD", dtype)
         self.b = param(rngs, init, (D, H), "DH", dtype)
         self.f_a = param(rngs, init, (D, K), "D_", dtype)
-        self.f_b = param(rngs, init, (K, H, K), "LHK", dtype)
+        self.f_b = param(rngs, init, (K, H, K), "_HK", dtype)
         self.q_conv = param(rngs, _conv_init, (W, H, K), "_HK")
         self.k_conv = param(rngs, _conv_init, (W, H, K), "_HK")
         self.v_conv = param(rngs, _conv_init, (W, H, K), "_HK")
@@ -96,7 +96,7 @@ class KDA(nnx.Module):
         negative ids are padding, which touches neither."""
         head = partial(project, "btd,dhk->bthk", x, letters="DHK", out="BTHK")
         u = jnp.stack([head(self.q), head(self.k), head(self.v)], axis=2)
-        z = project("btr,rhk->bthk", project("btd,dr->btr", x, self.f_a, "D_", "BT_"), self.f_b, "LHK", "BTHK")
+        z = project("btr,rhk->bthk", project("btd,dr->btr", x, self.f_a, "D_", "BT_"), self.f_b, "_HK", "BTHK")
         beta = jax.nn.sigmoid(project("btd,dh->bth", x, self.b, "DH", "BTH").astype(jnp.float32))
         weights = (self.q_conv[...], self.k_conv[...], self.v_conv[...], self.A_log[...], self.dt_bias[...])
         mix = sharding.local(
