@@ -45,7 +45,9 @@ def test_tiny_train_step(facts, topology):
 
 
 def test_full_size_step_lowers_for_a_pod():
-    """2.78T parameters on 4,096 TPU7x cores: shapes, divisibility and sharding of every tensor of the step. It is not compiled:
-    without expert parallelism the experts of a layer are gathered whole, which no chip holds."""
+    """2.78T parameters on 4,096 TPU7x cores: shapes, divisibility and sharding of every tensor of the step.
+
+    It is not compiled: without expert parallelism a layer's experts are gathered whole, which no chip holds.
+    """
     text = lower_step(load_recipe("configs/k3.py"), "tpu7x:8x16x16").as_text()
     assert len(text) < 20e6  # one body per layer kind, not 93 layers
