@@ -69,6 +69,11 @@ def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return reshard(x, spec) if has_mesh() else x
 
 
+def spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
+    """How an abstract value is sharded; one that depends on no sharded value (a counter) is on every device."""
+    return x.sharding.spec if x.sharding else PartitionSpec()
+
+
 def use(weight: jax.Array, letters: str, dtype: DTypeLike) -> jax.Array:
     """A stored weight, cast and gathered over `fsdp` for one use; its gradient is scattered back."""
     return place(weight.astype(dtype), active(letters))

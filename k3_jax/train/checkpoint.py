@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec, get_mesh
+from jax.sharding import NamedSharding, get_mesh
 
 from k3_jax.config import K3Config
 from k3_jax.nn.layout import abstract_layers, from_layers, to_layers
+from k3_jax.sharding import spec_of
 from k3_jax.train.state import TrainState
 from k3_jax.weights.orbax import MODEL, OPTIMIZER, RUN, read_arrays, read_run
 
@@ -70,11 +71,9 @@ class Checkpoints:
 def restore_tree(path: Path, like: Any, config: K3Config) -> Any:
     """One item of a checkpoint as a tree of the structure, dtypes and sharding of `like`."""
     mesh = get_mesh()
-
-    def target(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = x.sharding.spec if x.sharding else PartitionSpec()  # a counter has no sharding of its own
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-    targets = {name: target(x) for name, x in abstract_layers(like, config).items()}
+    targets = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec_of(x)))
+        for name, x in abstract_layers(like, config).items()
+    }
     named = read_arrays(path, targets)
     return jax.jit(lambda named: from_layers(named, like, config))(named)

@@ -88,8 +88,7 @@ def accumulate(run: RunConfig, model: K3, batch: Batch):
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    zeros = jnp.zeros(shape.shape, shape.dtype)
-    return sharding.place(zeros, shape.sharding.spec) if sharding.has_mesh() else zeros
+    return sharding.place(jnp.zeros(shape.shape, shape.dtype), sharding.spec_of(shape))
 
 
 def merge(a: list, b: list) -> list:

@@ -22,8 +22,7 @@ def lower_step(run: RunConfig, topology: str) -> jax.stages.Lowered:
     mesh = make_mesh(run.mesh, list(aot.topology(topology).devices))
 
     def on_mesh(x):
-        spec = x.sharding.spec if x.sharding else PartitionSpec()
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, sharding.spec_of(x)))
 
     with jax.set_mesh(mesh):
         state = jax.tree.map(on_mesh, jax.eval_shape(lambda: start(run, new_model(run))))
