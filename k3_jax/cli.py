@@ -7,6 +7,7 @@ JAX is imported by `run` only, after the environment is set, so that help and ba
 import argparse
 import glob
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -119,6 +120,9 @@ def _set_environment() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if not any(glob.glob(pattern) for pattern in ACCELERATORS):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else libtpu, installed to compile only, looks for a TPU
+    # Orbax warns of its own optional files, and its threads print what the command reports in one line.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def _version() -> str:

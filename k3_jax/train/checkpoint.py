@@ -3,6 +3,7 @@
 Arrays have canonical names on disk, so a checkpoint does not depend on the mesh or on the grouping of layers.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,11 @@ class Checkpoints:
     def wait(self) -> None:
         """Until the last save is on disk. Raises OSError if it failed."""
         self._manager.wait_until_finished()
+
+    def remove_unfinished(self) -> None:
+        """Delete what a failed save left: it may be what fills the disk."""
+        for path in self.directory.glob("*.orbax-checkpoint-tmp"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def restore(self, like: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
         """The state of `step`, laid out like `like` (which may be abstract), and the run's JSON.

@@ -48,6 +48,10 @@ FREE = (
 )
 
 
+# Orbax raises ValueError where tensorstore reports a full disk.
+SAVE_ERRORS = (OSError, ValueError, RuntimeError)
+
+
 class TrainingError(RuntimeError):
     """The run cannot go on; the message says why and what was kept."""
 
@@ -266,22 +270,36 @@ class Session:
         self.reporter.say(f"step {step}: held-out loss {loss:.4f} nats per token")
 
     def save(self, state: TrainState) -> None:
-        """A failed save (a full disk, say) is reported and the run goes on: the checkpoint before stays."""
+        """A failed save (a full disk, say) is reported and the run goes on: the checkpoints before it stay."""
+        step = int(state.step)
+        try:
+            self.checkpoints.wait()
+        except SAVE_ERRORS as error:
+            self.report_failed_save("the save before", error)
         try:
             self.checkpoints.save(state, {"config": to_json(self.run), "data": self.train_corpus.fingerprint})
-        except (OSError, ValueError, RuntimeError) as error:
-            self.reporter.say(
-                f"step {int(state.step)}: checkpoint not written ({error}); "
-                f"the newest is step {self.checkpoints.latest()}"
-            )
+        except SAVE_ERRORS as error:
+            self.report_failed_save(f"step {step}", error)
+
+    def report_failed_save(self, what: str, error: Exception) -> None:
+        self.checkpoints.remove_unfinished()
+        newest = self.checkpoints.latest()
+        self.reporter.say(f"{what}: checkpoint not written ({first_line(error)}); the newest is step {newest}")
 
     def finish_saving(self, step: int) -> None:
         try:
             self.checkpoints.wait()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise TrainingError(f"step {step}: checkpoint not written ({error})") from error
+        except SAVE_ERRORS as error:
+            self.report_failed_save(f"step {step}", error)
         if self.checkpoints.latest() != step:
-            raise TrainingError(f"step {step}: checkpoint not written; the newest is {self.checkpoints.latest()}")
+            raise TrainingError(
+                f"step {step}: the last checkpoint was not written; the newest is step {self.checkpoints.latest()}, from "
+                "which the same command continues"
+            )
+
+
+def first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0][:200]
 
 
 def held_out_loss(eval_step, model: K3, batches: Iterator[Batch]) -> float:

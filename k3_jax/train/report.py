@@ -38,11 +38,14 @@ class Reporter:
         self._started, self._first = time.monotonic(), resume_at
 
     def write(self, step: int, **values: Any) -> None:
-        self._file.write(json.dumps({"step": step} | values) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self._events.add_scalar(name, value, step)
+        try:
+            self._file.write(json.dumps({"step": step} | values) + "\n")
+            self._file.flush()
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._events.add_scalar(name, value, step)
+        except OSError as error:  # a full disk: the run is worth more than its log
+            self.say(f"step {step}: metrics not written ({error})")
 
     def progress(self, step: int, metrics: dict[str, float]) -> None:
         elapsed = time.monotonic() - self._started
