@@ -293,8 +293,8 @@ class Session:
             self.report_failed_save(f"step {step}", error)
         if self.checkpoints.latest() != step:
             raise TrainingError(
-                f"step {step}: the last checkpoint was not written; the newest is step {self.checkpoints.latest()}, from "
-                "which the same command continues"
+                f"step {step}: the last checkpoint was not written; the newest is step {self.checkpoints.latest()}, "
+                "from which the same command continues"
             )
 
 
