@@ -1,6 +1,6 @@
 """K3 in everything but size: 47B parameters, 3.1B active, the scale of Kimi Linear 48B-A3B.
 
-Command:    k3 train --config configs/k3_48b.py --workdir gs://BUCKET/k3_48b --set data.source=DIR
+Command:    k3 train --config configs/k3_48b.py --workdir /mnt/BUCKET/k3_48b --set data.source=DIR
 Hardware:   TPU v6e-256 (256 chips, 32 GB each)
 Wall time:  about 3 days (predicted: 6 x 3.08e9 x 1.0e12 FLOP at 30 % of 256 x 918 TFLOP/s; never run on a TPU)
 Expected:   a falling held-out loss; no figure is known for this model

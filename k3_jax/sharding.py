@@ -75,7 +75,7 @@ def spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
 
 
 def use(weight: jax.Array, letters: str, dtype: DTypeLike) -> jax.Array:
-    """A stored weight, cast and gathered over `fsdp` for one use; its gradient is scattered back."""
+    """A stored weight, cast and gathered over `fsdp` for one use; the gradient is summed in `dtype`, then scattered."""
     return place(weight.astype(dtype), active(letters))
 
 

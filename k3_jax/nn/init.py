@@ -24,10 +24,11 @@ def _mix(x: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
 
 def uniform(key: jax.Array, shape: tuple[int, ...], low: float, high: float) -> Float[Array, "*s"]:
     """float32 in (low, high), both ends excluded: 23 bits of hash and a half are exact."""
-    words = jax.random.key_data(key)
-    bits = jnp.broadcast_to(_mix(words[0]), shape)
+    state = [jnp.broadcast_to(word, shape) for word in jax.random.key_data(key)]  # two words: rows never coincide
     for axis in range(len(shape)):
-        bits = _mix(bits ^ (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(0x9E3779B9) + words[-1]))
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(0x9E3779B9)
+        state = [_mix(word ^ (index + jnp.uint32(i))) for i, word in enumerate(state)]
+    bits = _mix(state[0] + state[-1])
     return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32((high - low) / 2**23) + low
 
 

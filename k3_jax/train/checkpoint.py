@@ -29,6 +29,7 @@ class Checkpoints:
         self.directory = workdir.absolute() / "checkpoints"
         self.config = config
         self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self.remove_unfinished()
         self._by_layer = jax.jit(lambda tree: to_layers(tree, config))
 
     def __enter__(self) -> "Checkpoints":
@@ -57,7 +58,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def remove_unfinished(self) -> None:
-        """Delete what a failed save left: it may be what fills the disk."""
+        """Delete what a failed or killed save left: it may be what fills the disk."""
         for path in self.directory.glob("*.orbax-checkpoint-tmp"):
             shutil.rmtree(path, ignore_errors=True)
 

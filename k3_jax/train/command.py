@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from k3_jax.config import ConfigError
+
 EXAMPLE = """example:
   k3 train --config configs/tiny.py --workdir runs/tiny
   k3 train --config configs/tiny.py --workdir runs/short --steps 100 --set optimizer.learning_rate=1e-3
@@ -28,6 +30,10 @@ def run(args: argparse.Namespace) -> int:
     from k3_jax.recipe import load_recipe
     from k3_jax.train.loop import TrainingError, train
 
+    if ":/" in str(args.workdir):
+        raise ConfigError(
+            f"--workdir {args.workdir}: expected a local or mounted folder; object stores are not supported yet"
+        )
     overrides = args.set + ([f"train.steps={args.steps}"] if args.steps is not None else [])
     try:
         train(apply_overrides(load_recipe(args.config), overrides), args.workdir, args.init)

@@ -6,47 +6,28 @@ again takes the same steps, bit for bit on the same mesh.
 
 import contextlib
 import dataclasses
-import json
-import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from k3_jax import sharding
-from k3_jax.config import ConfigError, DataConfig, RunConfig
+from k3_jax.config import RunConfig
 from k3_jax.mesh import make_mesh
-from k3_jax.nn.pretrained import load_config, load_model
 from k3_jax.nn.transformer import K3
-from k3_jax.overrides import differences, from_json, to_json
+from k3_jax.overrides import to_json
 from k3_jax.train import ngram
 from k3_jax.train.checkpoint import Checkpoints
-from k3_jax.train.corpus import Corpus, make_corpus
-from k3_jax.train.data import Batches, iter_eval_batches
+from k3_jax.train.data import iter_eval_batches
 from k3_jax.train.packing import Batch
 from k3_jax.train.report import Reporter, plot_losses
-from k3_jax.train.state import TrainState, new_model, start
+from k3_jax.train.setup import Stage, check_run, claim, read_corpora, restore_or_start, stage_at, stages_of
+from k3_jax.train.state import TrainState
 from k3_jax.train.step import make_eval_step, make_train_step, micro_batches
-from k3_jax.weights.tokenizer import ByteTokenizer, load_tokenizer
-
-# Fields that do not change the steps: a working directory may be continued with other values of these.
-FREE = (
-    "mesh.",
-    "train.checkpoint_every",
-    "train.keep",
-    "train.log_every",
-    "train.eval_every",
-    "train.eval_batches",
-    "train.max_bad_steps",
-    "train.loss_chunk",
-)
-
 
 # Orbax raises ValueError where tensorstore reports a full disk.
 SAVE_ERRORS = (OSError, ValueError, RuntimeError)
@@ -56,100 +37,25 @@ class TrainingError(RuntimeError):
     """The run cannot go on; the message says why and what was kept."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A context-length stage: from step `first` on, with its own row length and batch size."""
-
-    number: int
-    first: int
-    data: DataConfig
-
-
-def stages_of(run: RunConfig) -> list[Stage]:
-    """Tokens per batch stay the same, so longer rows mean fewer of them."""
-    tokens, stages = run.data.batch_size * run.data.sequence_length, [Stage(0, 0, run.data)]
-    for number, stage in enumerate(run.train.context_stages, start=1):
-        length = stage.sequence_length
-        data = dataclasses.replace(run.data, sequence_length=length, batch_size=tokens // length)
-        stages.append(Stage(number, round(stage.start * run.train.steps), data))
-    return stages
-
-
 def train(run: RunConfig, workdir: Path, init: Path | None = None) -> int:
     """Run to the end, or until SIGTERM or Ctrl-C; returns the last finished step.
 
     Raises ConfigError for a mistake in the configuration, TrainingError where the run itself failed.
     """
     mesh = make_mesh(run.mesh)
-    check_batch(run, mesh)
+    check_run(run, mesh, init)
     corpora = read_corpora(run)
     claim(workdir, run)
     with jax.set_mesh(mesh), Checkpoints(workdir, run.train.keep, run.model) as checkpoints:
-        state = restore_or_start(run, checkpoints, init)
+        state = restore_or_start(run, checkpoints, corpora[0], init)
+        if int(state.step) >= run.train.steps:
+            print(f"{workdir}: the run is finished (step {int(state.step)})", file=sys.stderr)
+            return int(state.step)
         session = Session(run, workdir, checkpoints, corpora, Reporter(workdir, run.train.steps, int(state.step)))
         try:
             return session.run_all(state)
         finally:
             session.reporter.close()
-
-
-def check_batch(run: RunConfig, mesh: jax.sharding.Mesh) -> None:
-    """Every micro-batch of every stage must split evenly over the batch axes of the mesh."""
-    shards = math.prod(mesh.shape[axis] for axis in sharding.ACTIVE["B"])
-    for stage in stages_of(run):
-        rows = stage.data.batch_size // run.train.grad_accumulation
-        if rows % shards:
-            raise ConfigError(
-                f"data.batch_size = {run.data.batch_size}: expected micro-batches (here {rows} rows of "
-                f"{stage.data.sequence_length} tokens) that split over the {shards} batch shards of the mesh"
-            )
-
-
-def read_corpora(run: RunConfig) -> tuple[Corpus, Corpus]:
-    """(training, held-out) documents as tokens that the model has embeddings for."""
-    name = None if run.data.tokenizer == "bytes" else run.data.tokenizer
-    tokenizer = load_tokenizer(name, run.model.vocab_size)
-    plain = isinstance(tokenizer, ByteTokenizer)
-    encode, eos = (None, None) if plain else (tokenizer.encode, run.model.eos_token_id)
-    train, held_out = (make_corpus(run.data, split, encode, eos) for split in ("train", "held_out"))
-    train.require_vocabulary(run.model.vocab_size)
-    held_out.require_vocabulary(run.model.vocab_size)
-    return train, held_out
-
-
-def claim(workdir: Path, run: RunConfig) -> None:
-    """Write config.json, or check that the run that is there has the same configuration."""
-    path = workdir / "config.json"
-    if path.exists():
-        before = from_json(RunConfig, json.loads(path.read_text()))
-        changed = [line for line in differences(before, run) if not line.startswith(FREE)]
-        if changed:
-            raise ConfigError(
-                f"--workdir {workdir}: holds a run with another configuration: {'; '.join(changed)}; "
-                "use another --workdir (and --init to start from these weights)"
-            )
-        return
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--workdir {workdir}: cannot be made ({error.strerror})") from error
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(to_json(run), indent=1))
-    temporary.replace(path)
-
-
-def restore_or_start(run: RunConfig, checkpoints: Checkpoints, init: Path | None) -> TrainState:
-    """The newest checkpoint; else the weights of `init` with a fresh optimizer; else a new model."""
-    latest = checkpoints.latest()
-    if latest is not None:
-        like = jax.eval_shape(lambda: start(run, new_model(run)))
-        return checkpoints.restore(like, latest)[0]
-    if init is None:
-        return start(run, new_model(run))
-    changed = differences(to_json(load_config(init)), to_json(run.model))
-    if changed:
-        raise ConfigError(f"--init {init}: another architecture: {'; '.join(changed)}")
-    return jax.jit(lambda model: start(run, model), donate_argnums=0)(load_model(init, np.float32))
 
 
 def put(batch: Batch, spec: PartitionSpec) -> Batch:
@@ -175,6 +81,26 @@ def stop_signal() -> Iterator[Callable[[], str | None]]:
             signal.signal(number, handler)
 
 
+class Clock:
+    """Tokens per second since the last mark, without compilation and evaluation."""
+
+    def __init__(self, tokens_per_step: int):
+        self.tokens = tokens_per_step
+        self.restart()
+
+    def restart(self) -> None:
+        self._since: tuple[int, float] | None = None  # the next tick starts the clock
+
+    def tick(self, step: int, mark: bool) -> None:
+        if mark or self._since is None:
+            self._since = (step, time.monotonic())
+
+    def rate(self, step: int) -> float | None:
+        if self._since is None:
+            return None
+        return (step - self._since[0]) * self.tokens / (time.monotonic() - self._since[1])
+
+
 class Session:
     """A run in progress: the compiled steps and where things are written."""
 
@@ -196,7 +122,7 @@ class Session:
                     break
             self.save(state)
             self.finish_saving(step)
-            if stop():
+            if step < self.run.train.steps:
                 self.reporter.say(f"{stop()}: saved step {step}; the same command continues from there")
             else:
                 self.evaluate(state, step)
@@ -217,41 +143,36 @@ class Session:
             self.reporter.say("held-out nats per token: " + ", ".join(f"{k} {v:.4f}" for k, v in scores.items()))
 
     def run_stage(self, state: TrainState, stage: Stage, end: int, stop) -> TrainState:
-        train, host = self.run.train, jax.process_index()
-        batches = Batches(self.train_corpus, stage.data, host, jax.process_count(), stage.number)
-        step = int(state.step)
+        train, step = self.run.train, int(state.step)
         tokens = stage.data.batch_size * stage.data.sequence_length
         spec = PartitionSpec(None, *sharding.active("BT"))
-        source = batches.from_position((step - stage.first) * stage.data.batch_size)
-        last, since = time.monotonic(), step
+        source = stage.batches(self.train_corpus).from_position(stage.position(step))
+        clock = Clock(tokens)
         with contextlib.closing(source):
             for batch in source:
                 state, metrics = self.train_step(state, put(micro_batches(batch, train.grad_accumulation), spec))
                 step += 1
                 metrics = {name: value.item() for name, value in jax.device_get(metrics).items()}
-                self.check(metrics, step)
-                if step % train.log_every == 0 or step == end:
-                    now = time.monotonic()
-                    metrics["tokens_per_s"] = (step - since) * tokens / (now - last)
-                    last, since = now, step
-                    self.reporter.write(step, **metrics)
-                    self.reporter.progress(step, metrics)
+                bad = int(metrics["bad_in_row"])
+                if bad or step % train.log_every == 0 or step == end:
+                    self.reporter.write(step, **metrics, tokens_per_s=clock.rate(step))
+                    self.reporter.progress(step, metrics, clock.rate(step))
+                self.check(bad, step)
                 if step % train.eval_every == 0 and step < train.steps:
                     self.evaluate(state, step)
-                    last, since = time.monotonic(), step
+                    clock.restart()
                 if step % train.checkpoint_every == 0 and step < train.steps:
                     self.save(state)
+                clock.tick(step, step % train.log_every == 0)
                 if step >= end or stop():
                     return state
         raise AssertionError("the order of samples is endless")
 
-    def check(self, metrics: dict[str, Any], step: int) -> None:
+    def check(self, bad: int, step: int) -> None:
         """Report a skipped step; too many in a row end the run, whose last good checkpoint stays."""
-        bad, limit = int(metrics["bad_in_row"]), self.run.train.max_bad_steps
-        if not bad:
-            return
-        self.reporter.say(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: skipped")
-        self.reporter.write(step, **{k: v if np.isfinite(v) else str(v) for k, v in metrics.items()})
+        limit = self.run.train.max_bad_steps
+        if bad:
+            self.reporter.say(f"step {step}: the loss or the gradient is not finite: skipped")
         if bad >= limit:
             raise TrainingError(
                 f"step {step}: the loss or the gradient was not finite {bad} times in a row (train.max_bad_steps = "
@@ -260,9 +181,10 @@ class Session:
             )
 
     def eval_batches(self) -> Iterator[Batch]:
-        return iter_eval_batches(
-            self.held_out, self.run.data, self.run.train.eval_batches, jax.process_index(), jax.process_count()
-        )
+        """Held-out rows, as many at a time as a micro-batch of training holds."""
+        data, count = self.run.data, self.run.train.grad_accumulation
+        micro = dataclasses.replace(data, batch_size=data.batch_size // count)
+        return iter_eval_batches(self.held_out, micro, self.run.train.eval_batches * count)
 
     def evaluate(self, state: TrainState, step: int) -> None:
         loss = held_out_loss(self.eval_step, state.model, self.eval_batches())
@@ -276,8 +198,12 @@ class Session:
             self.checkpoints.wait()
         except SAVE_ERRORS as error:
             self.report_failed_save("the save before", error)
+        if self.checkpoints.latest() == step:
+            return
+        stage = stage_at(self.run, step)
+        data = stage.batches(self.train_corpus).state(stage.position(step))
         try:
-            self.checkpoints.save(state, {"config": to_json(self.run), "data": self.train_corpus.fingerprint})
+            self.checkpoints.save(state, {"config": to_json(self.run), "data": data})
         except SAVE_ERRORS as error:
             self.report_failed_save(f"step {step}", error)
 

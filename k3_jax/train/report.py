@@ -1,6 +1,8 @@
 """What a run tells: metrics.jsonl, TensorBoard events, a progress line, and loss.png."""
 
+import contextlib
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -10,50 +12,61 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file; a line that a kill cut short is left out."""
+    """The complete lines of a metrics file; a line that a kill or a full disk cut short is left out."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             rows.append(json.loads(line))
         except ValueError:
-            break
+            continue
     return rows
 
 
 class Reporter:
     """One line of `metrics.jsonl` per event, each with its `step`. `resume_at` drops what is newer than the checkpoint
-    that the run continues from, so that every step stands in the file once."""
+    that the run continues from, so that every step stands in the file once. A value that is not finite is null."""
 
     def __init__(self, workdir: Path, total_steps: int, resume_at: int):
-        self.path = workdir / "metrics.jsonl"
-        self.total_steps = total_steps
-        rows = [row for row in read_metrics(self.path) if row["step"] <= resume_at]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self._file = self.path.open("a")
-        self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=resume_at + 1)
-        self._started, self._first = time.monotonic(), resume_at
+        self.total_steps, path = total_steps, workdir / "metrics.jsonl"
+        rows = [row for row in read_metrics(path) if row["step"] <= resume_at] if resume_at else []
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        temporary.replace(path)
+        self._file = path.open("ab", buffering=0)  # nothing stays behind in a buffer when a line fails
+        (workdir / "tensorboard").mkdir(exist_ok=True)
+        # Written here and now: tensorboardX's own thread dies of a full disk, and its queue then blocks the run.
+        self._events = EventsWriter(str(workdir / "tensorboard" / "events"))
+        restart = SessionLog(status=SessionLog.START)
+        self._events.write_event(Event(wall_time=time.time(), step=resume_at + 1, session_log=restart))
+        self._started: tuple[int, float] | None = None
 
     def write(self, step: int, **values: Any) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         try:
-            self._file.write(json.dumps({"step": step} | values) + "\n")
-            self._file.flush()
-            for name, value in values.items():
+            self._file.write((json.dumps({"step": step} | finite) + "\n").encode())
+            for name, value in finite.items():
                 if isinstance(value, (int, float)):
-                    self._events.add_scalar(name, value, step)
+                    self._events.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            self._events.flush()
         except OSError as error:  # a full disk: the run is worth more than its log
-            self.say(f"step {step}: metrics not written ({error})")
+            self.say(f"step {step}: metrics not written ({error.strerror})")
 
-    def progress(self, step: int, metrics: dict[str, float]) -> None:
-        elapsed = time.monotonic() - self._started
-        left = elapsed / max(step - self._first, 1) * (self.total_steps - step)
+    def progress(self, step: int, metrics: dict[str, float], rate: float | None) -> None:
+        now = time.monotonic()
+        self._started = self._started or (step, now)
+        done = step - self._started[0]
+        left = (now - self._started[1]) / done * (self.total_steps - step) if done else None
         self.say(
             f"step {step}/{self.total_steps}  loss {metrics['loss']:.4f}  grad {metrics['grad_norm']:.3f}  "
-            f"lr {metrics['learning_rate']:.2e}  {metrics['tokens_per_s']:,.0f} tokens/s  "
-            f"{left // 60:.0f}m{left % 60:02.0f}s left"
+            f"lr {metrics['learning_rate']:.2e}"
+            + (f"  {rate:,.0f} tokens/s" if rate else "")
+            + (f"  {left // 60:.0f}m{left % 60:02.0f}s left" if left is not None else "")
         )
 
     def say(self, text: str) -> None:
@@ -64,8 +77,9 @@ class Reporter:
             pass
 
     def close(self) -> None:
-        self._file.close()
-        self._events.close()
+        with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+            self._file.close()
+            self._events.close()
 
 
 def plot_losses(workdir: Path) -> Path:
@@ -73,7 +87,7 @@ def plot_losses(workdir: Path) -> Path:
     rows = read_metrics(workdir / "metrics.jsonl")
     figure, axes = plt.subplots(figsize=(8, 5))
     for name, style in (("loss", {"alpha": 0.5}), ("held_out_loss", {"marker": "o"})):
-        points = [(row["step"], row[name]) for row in rows if name in row]
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), **style)
     baselines = next((row["ngram"] for row in rows if "ngram" in row), {})

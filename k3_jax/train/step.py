@@ -82,13 +82,17 @@ def accumulate(run: RunConfig, model: K3, batch: Batch):
         return (total + new_total, count + new_count, grads, merge(reports, new_reports)), None
 
     shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], batch))
-    (total, count, grads, reports), _ = jax.lax.scan(add, jax.tree.map(_zeros, shapes), batch)
+    nothing = jax.tree_util.tree_map_with_path(_nothing, shapes)
+    (total, count, grads, reports), _ = jax.lax.scan(add, nothing, batch)
     count = jnp.maximum(count, 1).astype(jnp.float32)
     return total / count, jax.tree.map(lambda g: g / count, grads), reports
 
 
-def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return sharding.place(jnp.zeros(shape.shape, shape.dtype), sharding.spec_of(shape))
+def _nothing(path, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """What adding a micro-batch starts from: zeros, and -inf where `merge` takes the maximum."""
+    largest = any(getattr(key, "key", None) == "max_logit" for key in path)
+    value = jnp.full(shape.shape, -jnp.inf if largest else 0, shape.dtype)
+    return sharding.place(value, sharding.spec_of(shape))
 
 
 def merge(a: list, b: list) -> list:
@@ -141,7 +145,7 @@ def summary(reports: list, micro_batches: int) -> Metrics:
         stats = load_stats(load)
         metrics |= {
             "expert_load_max": stats.max_violation.max() + 1,
-            "expert_load_mean": stats.max_violation.mean() + 1,
+            "expert_load_max_mean": stats.max_violation.mean() + 1,
             "dead_experts": stats.dead_fraction.mean(),
         }
     logits = [report["max_logit"].max() for report in flat if "max_logit" in report]

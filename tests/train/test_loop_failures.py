@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from k3_jax.config import ConfigError, MeshConfig, RunConfig
+from k3_jax.config import ConfigError, ContextStage, MeshConfig, RunConfig
 from k3_jax.mesh import make_mesh
-from k3_jax.train import loop
+from k3_jax.train import loop, setup
+from k3_jax.train.report import plot_losses, read_metrics
 from tests.train.small_run import losses, small_run
 
 
@@ -26,8 +27,8 @@ def run(tmp_path, monkeypatch) -> RunConfig:
 def test_signal_saves_and_stops(run, tmp_path, monkeypatch, number):
     check = loop.Session.check
 
-    def check_and_signal(self, metrics, step):
-        check(self, metrics, step)
+    def check_and_signal(self, bad, step):
+        check(self, bad, step)
         if step == 3:
             os.kill(os.getpid(), number)
 
@@ -38,19 +39,20 @@ def test_signal_saves_and_stops(run, tmp_path, monkeypatch, number):
 
 
 def test_diverged_run_skips_and_ends(run, tmp_path, monkeypatch):
-    new_model = loop.new_model
+    new_model = setup.new_model
 
     def broken(run):
         model = new_model(run)
         model.embed = nnx.Param(model.embed[...] * jnp.nan)
         return model
 
-    monkeypatch.setattr(loop, "new_model", broken)
+    monkeypatch.setattr(setup, "new_model", broken)
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, max_bad_steps=2))
     with pytest.raises(loop.TrainingError, match="not finite 2 times in a row"):
         loop.train(run, tmp_path / "work")
     rows = [json.loads(line) for line in (tmp_path / "work" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["skipped"] for row in rows if "skipped" in row][-1] == 2
+    assert [(row["step"], row["loss"], row["skipped"]) for row in rows[1:]] == [(1, None, 1), (2, None, 2)]
+    plot_losses(tmp_path / "work")
 
 
 def test_failed_save_keeps_the_checkpoint_before(run, tmp_path, monkeypatch, capfd):
@@ -77,3 +79,41 @@ def test_init_starts_from_weights_with_a_fresh_optimizer(run, tmp_path):
     other = dataclasses.replace(run, model=dataclasses.replace(run.model, situ_beta=3.0))
     with pytest.raises(ConfigError, match="situ_beta"):
         loop.train(other, tmp_path / "third", init=tmp_path / "first")
+    assert not (tmp_path / "third").exists()
+
+
+def test_changed_data_is_refused(run, tmp_path):
+    two = dataclasses.replace(run, train=dataclasses.replace(run.train, steps=2))
+    loop.train(two, tmp_path / "work")
+    (tmp_path / "texts" / "new.txt").write_text("one more document " * 10)
+    with pytest.raises(ConfigError, match="fingerprint"):
+        loop.train(two, tmp_path / "work")
+
+
+def test_context_stages_keep_tokens_per_batch_and_resume_at_a_border(run, tmp_path, monkeypatch):
+    """8 rows of 32 tokens, then 4 of 64; a run stopped where the stage changes goes on as the straight one."""
+    stages = (ContextStage(start=0.5, sequence_length=64),)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, context_stages=stages))
+    shapes, put = [], loop.put
+    monkeypatch.setattr(loop, "put", lambda batch, spec: shapes.append(batch.tokens.shape) or put(batch, spec))
+    loop.train(run, tmp_path / "straight")
+    assert [shape for shape in shapes if len(shape) == 3] == [(2, 4, 32)] * 3 + [(2, 2, 64)] * 3
+
+    check = loop.Session.check
+
+    def check_and_signal(self, bad, step):
+        check(self, bad, step)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Session, "check", check_and_signal)
+        assert loop.train(run, tmp_path / "stopped") == 3
+    loop.train(run, tmp_path / "stopped")
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
+
+
+def test_metrics_survive_a_damaged_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n{"step": 3, "loss": 1.0}\n')
+    assert [row["step"] for row in read_metrics(path)] == [1, 3]

@@ -1,0 +1,139 @@
+"""Before the first step: check the run, read its data, claim the working directory, restore or start.
+
+Everything that a user can have got wrong is found before anything is written.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from k3_jax import sharding
+from k3_jax.config import ConfigError, DataConfig, RunConfig
+from k3_jax.nn.pretrained import load_config, load_model
+from k3_jax.overrides import differences, from_json, to_json
+from k3_jax.train.checkpoint import Checkpoints
+from k3_jax.train.corpus import Corpus, make_corpus
+from k3_jax.train.data import Batches
+from k3_jax.train.schedule import learning_rate
+from k3_jax.train.state import TrainState, new_model, start
+from k3_jax.weights.orbax import find_step, read_run
+from k3_jax.weights.tokenizer import ByteTokenizer, load_tokenizer
+
+# Fields that a run may be continued with other values of: they change no step, but for the rounding of sums.
+FREE = (
+    "mesh.",
+    "train.checkpoint_every",
+    "train.keep",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.max_bad_steps",
+    "train.loss_chunk",
+)
+# Fields of a model that say nothing about its weights or what is computed from them.
+INIT_FREE = ("init_std", "max_positions", "moe.quantile_bins", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A context-length stage: from step `first` on, with its own row length and batch size."""
+
+    number: int
+    first: int
+    data: DataConfig
+
+    def position(self, step: int) -> int:
+        """Samples of this stage consumed before `step`."""
+        return (step - self.first) * self.data.batch_size
+
+    def batches(self, corpus: Corpus) -> Batches:
+        return Batches(corpus, self.data, stage=self.number)
+
+
+def stages_of(run: RunConfig) -> list[Stage]:
+    """Tokens per batch stay the same, so longer rows mean fewer of them."""
+    tokens, stages = run.data.batch_size * run.data.sequence_length, [Stage(0, 0, run.data)]
+    for number, stage in enumerate(run.train.context_stages, start=1):
+        length = stage.sequence_length
+        data = dataclasses.replace(run.data, sequence_length=length, batch_size=tokens // length)
+        stages.append(Stage(number, round(stage.start * run.train.steps), data))
+    return stages
+
+
+def stage_at(run: RunConfig, step: int) -> Stage:
+    """The stage of the batch that comes after `step` batches."""
+    return [stage for stage in stages_of(run) if stage.first <= step][-1]
+
+
+def check_run(run: RunConfig, mesh: jax.sharding.Mesh, init: Path | None) -> None:
+    """Raises ConfigError for what the configuration alone, or the weights to start from, show to be wrong."""
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"jax.process_count() = {jax.process_count()}: training on several hosts is not supported yet"
+        )
+    learning_rate(run.optimizer, run.train.steps)
+    shards = math.prod(mesh.shape[axis] for axis in sharding.ACTIVE["B"])
+    for stage in stages_of(run):
+        rows = stage.data.batch_size // run.train.grad_accumulation
+        if rows % shards:
+            raise ConfigError(
+                f"data.batch_size = {run.data.batch_size}: expected micro-batches (here {rows} rows of "
+                f"{stage.data.sequence_length} tokens) that split over the {shards} batch shards of the mesh"
+            )
+    if init is not None:
+        changed = [line for line in differences(load_config(init), run.model) if not line.startswith(INIT_FREE)]
+        if changed:
+            raise ConfigError(f"--init {init}: another architecture: {'; '.join(changed)}")
+
+
+def read_corpora(run: RunConfig) -> tuple[Corpus, Corpus]:
+    """(training, held-out) documents as tokens that the model has embeddings for."""
+    name = None if run.data.tokenizer == "bytes" else run.data.tokenizer
+    tokenizer = load_tokenizer(name, run.model.vocab_size)
+    plain = isinstance(tokenizer, ByteTokenizer)
+    encode, eos = (None, None) if plain else (tokenizer.encode, run.model.eos_token_id)
+    train, held_out = (make_corpus(run.data, split, encode, eos) for split in ("train", "held_out"))
+    train.require_vocabulary(run.model.vocab_size)
+    held_out.require_vocabulary(run.model.vocab_size)
+    return train, held_out
+
+
+def claim(workdir: Path, run: RunConfig) -> None:
+    """Write config.json, unless the directory holds a checkpoint of a run with another configuration."""
+    step = find_step(workdir)
+    if step is not None:
+        before = from_json(RunConfig, read_run(step)["config"])
+        changed = [line for line in differences(before, run) if not line.startswith(FREE)]
+        if changed:
+            raise ConfigError(
+                f"--workdir {workdir}: holds a run with another configuration: {'; '.join(changed)}; "
+                "use another --workdir (and --init to start from these weights)"
+            )
+    path = workdir / "config.json"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(to_json(run), indent=1))
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
+
+
+def restore_or_start(run: RunConfig, checkpoints: Checkpoints, corpus: Corpus, init: Path | None) -> TrainState:
+    """The newest checkpoint; else the weights of `init` with a fresh optimizer; else a new model.
+
+    Raises ConfigError if the checkpoint was trained on other data: the next samples would not be the next.
+    """
+    latest = checkpoints.latest()
+    if latest is None and init is None:
+        return start(run, new_model(run))
+    if latest is None:
+        return jax.jit(lambda model: start(run, model), donate_argnums=0)(load_model(init, jnp.float32))
+    state, saved = checkpoints.restore(jax.eval_shape(lambda: start(run, new_model(run))), latest)
+    stage_at(run, latest).batches(corpus).resume(saved["data"])
+    return state
