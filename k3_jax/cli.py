@@ -5,7 +5,7 @@ JAX is imported by `run` only, after the environment is set, so that help and ba
 """
 
 import argparse
-import glob
+import errno
 import importlib
 import logging
 import os
@@ -19,10 +19,6 @@ from typing import NoReturn
 from k3_jax.config import ConfigError
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two as a shell reports the signals
-
-
-# Device files of TPU VMs (both generations of the driver) and of NVIDIA GPUs.
-ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*")
 
 
 @dataclass(frozen=True)
@@ -110,6 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Who reads our output has enough. Python would try to write the rest when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        print(f"k3 {command}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def _set_environment() -> None:
@@ -118,8 +119,6 @@ def _set_environment() -> None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if not any(glob.glob(pattern) for pattern in ACCELERATORS):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else libtpu, installed to compile only, looks for a TPU
     # Orbax warns of its own optional files, and its threads print what the command reports in one line.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)

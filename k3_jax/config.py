@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -268,8 +269,10 @@ class OptimizerConfig:
 
     def __post_init__(self):
         _require_positive(self, "ns_steps")
-        for name in ("learning_rate", "update_rms", "eps", "grad_clip"):
-            _require(getattr(self, name) > 0, f"OptimizerConfig.{name}", getattr(self, name), "a positive number")
+        _require(self.grad_clip > 0, "OptimizerConfig.grad_clip", self.grad_clip, "a positive number (inf: off)")
+        for name in ("learning_rate", "update_rms", "eps"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"OptimizerConfig.{name}", value, "a positive finite number")
         for name in ("momentum", "b1", "b2", "warmup_fraction"):
             _require(0 <= getattr(self, name) < 1, f"OptimizerConfig.{name}", getattr(self, name), "a number in [0, 1)")
         _require(self.weight_decay >= 0, "OptimizerConfig.weight_decay", self.weight_decay, "a number >= 0")

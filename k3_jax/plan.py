@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Left to the command line, which knows what that means."""
+        raise  # noqa: PLE0704  called while the error is handled
+
+
 def run(args: argparse.Namespace) -> int:
     config = apply_overrides(load_recipe(args.config), args.overrides)
     sections = [name for name in SECTIONS if getattr(args, name)] or list(SECTIONS)
@@ -41,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, default=dataclasses.asdict))
         return 0
-    console = Console()
+    console = _Console()
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = _Console(width=WIDTH)
     for name, value in report.items():
         console.print(_TABLES[name](config, value))
     return 0

@@ -16,7 +16,7 @@ _PACKAGE = Path(__file__).resolve().parent
 def find_recipe(path: str | Path) -> Path:
     """The file that `path` names. Raises ConfigError that lists the folders it is not in, and the shipped recipes."""
     path = Path(path).expanduser()
-    folders = (Path.cwd(), _PACKAGE, _PACKAGE.parent)
+    folders = tuple(dict.fromkeys((Path.cwd(), _PACKAGE, _PACKAGE.parent)))
     for folder in folders:
         if (folder / path).is_file():  # an absolute path stands by itself
             return folder / path

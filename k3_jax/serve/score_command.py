@@ -41,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--tokens = {args.tokens}: shape {tokens.shape}: expected [B, T]")
     if args.out.is_dir() or not args.out.parent.is_dir():
         raise ConfigError(f"--out = {args.out}: expected a file in a folder that exists")
+    if args.out.exists() and not args.out.is_file():
+        raise ConfigError(f"--out = {args.out}: expected a regular file or a new name")
+    args.out = args.out.resolve()  # a link stays, what it points to is replaced
     from k3_jax.nn.pretrained import load_config, load_model
 
     _check_tokens(tokens, load_config(args.checkpoint))

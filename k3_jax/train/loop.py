@@ -25,7 +25,7 @@ from k3_jax.train.checkpoint import Checkpoints
 from k3_jax.train.data import iter_eval_batches
 from k3_jax.train.packing import Batch
 from k3_jax.train.report import Reporter, plot_losses
-from k3_jax.train.setup import Stage, check_run, claim, read_corpora, restore_or_start, stage_at, stages_of
+from k3_jax.train.setup import Stage, check_run, claim, locked, read_corpora, restore_or_start, stage_at, stages_of
 from k3_jax.train.state import TrainState
 from k3_jax.train.step import make_eval_step, make_train_step, micro_batches
 
@@ -46,7 +46,7 @@ def train(run: RunConfig, workdir: Path, init: Path | None = None) -> int:
     check_run(run, mesh, init)
     corpora = read_corpora(run)
     claim(workdir, run)
-    with jax.set_mesh(mesh), Checkpoints(workdir, run.train.keep, run.model) as checkpoints:
+    with locked(workdir), jax.set_mesh(mesh), Checkpoints(workdir, run.train.keep, run.model) as checkpoints:
         state = restore_or_start(run, checkpoints, corpora[0], init)
         if int(state.step) >= run.train.steps:
             print(f"{workdir}: the run is finished (step {int(state.step)})", file=sys.stderr)
@@ -126,8 +126,11 @@ class Session:
                 self.reporter.say(f"{stop()}: saved step {step}; the same command continues from there")
             else:
                 self.evaluate(state, step)
-        picture = plot_losses(self.workdir)
-        self.reporter.say(f"step {step}: checkpoint {self.checkpoints.directory / str(step)}, picture {picture}")
+        self.reporter.say(f"step {step}: checkpoint {self.checkpoints.directory / str(step)}")
+        try:
+            self.reporter.say(f"picture {plot_losses(self.workdir)}")
+        except OSError as error:
+            self.reporter.say(f"picture not drawn ({error.strerror})")
         return step
 
     def announce(self, state: TrainState) -> None:
@@ -161,7 +164,7 @@ class Session:
                 if step % train.eval_every == 0 and step < train.steps:
                     self.evaluate(state, step)
                     clock.restart()
-                if step % train.checkpoint_every == 0 and step < train.steps:
+                if step % train.checkpoint_every == 0 and step < train.steps and not bad:
                     self.save(state)
                 clock.tick(step, step % train.log_every == 0)
                 if step >= end or stop():

@@ -3,9 +3,12 @@
 Everything that a user can have got wrong is found before anything is written.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +125,17 @@ def claim(workdir: Path, run: RunConfig) -> None:
         temporary.replace(path)
     except OSError as error:
         raise ConfigError(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def locked(workdir: Path) -> Iterator[None]:
+    """Only one process trains in a directory. The system frees the lock of a process that dies."""
+    with (workdir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"--workdir {workdir}: another k3 train is running in it") from None
+        yield
 
 
 def restore_or_start(run: RunConfig, checkpoints: Checkpoints, corpus: Corpus, init: Path | None) -> TrainState:

@@ -23,7 +23,10 @@ Metrics = dict[str, jax.Array]
 
 
 def make_train_step(run: RunConfig) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """A jitted step over a batch [micro-batches, B, T]. A non-finite loss or gradient leaves the state as it was."""
+    """A jitted step over a batch [micro-batches, B, T].
+
+    A loss, gradient or update that is not finite leaves the model and the optimizer as they were.
+    """
     schedule = learning_rate(run.optimizer, run.train.steps)
 
     @partial(jax.jit, donate_argnums=0)
@@ -33,7 +36,7 @@ def make_train_step(run: RunConfig) -> Callable[[TrainState, Batch], tuple[Train
         updates, optimizer = optimizer_for(run, state.model).update(grads, state.optimizer, state.model)
         model = optax.apply_updates(state.model, updates)
         model = balance(clip(model, reports, run), reports, run)
-        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updates))
         model, optimizer = keep(good, (model, optimizer), (state.model, state.optimizer))
         bad_in_row = jnp.where(good, 0, state.bad_in_row + 1)
         metrics = {

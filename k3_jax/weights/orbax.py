@@ -30,12 +30,32 @@ def find_step(directory: str | Path) -> Path | None:
 
 
 def read_run(step: Path) -> dict[str, Any]:
-    """The JSON of a step: `config` (the whole RunConfig) and the trainer's counters."""
+    """The JSON of a step: `config` (the whole RunConfig), `data` (the position) and the trainer's counters."""
     path = step / RUN / "metadata"
     try:
-        return json.loads(path.read_text())
+        run = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"checkpoint {step}: {path.name} cannot be read ({error})") from error
+        raise damaged(step, error) from error
+    if not isinstance(run, dict) or "config" not in run:
+        raise damaged(step, f"{path.name} holds no configuration")
+    return run
+
+
+def damaged(path: Path, why: object) -> ConfigError:
+    """One line, whatever the library printed, with the way out."""
+    step = path if path.name.isdigit() else path.parent
+    first = str(why).split("\n", 1)[0][:200]
+    return ConfigError(
+        f"checkpoint {path}: damaged or unfinished ({first}); remove {step} to go back to the one before"
+    )
+
+
+def _found(checkpointer: ocp.StandardCheckpointer, path: Path) -> dict[str, Any]:
+    """Name -> metadata of the arrays of one item."""
+    try:
+        return checkpointer.metadata(path.absolute()).item_metadata.tree
+    except Exception as error:  # the library raises whatever the damage makes it trip over
+        raise damaged(path, error) from error
 
 
 def read_arrays(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -44,10 +64,7 @@ def read_arrays(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict
     Raises ConfigError unless names, shapes and dtypes are exactly those of `targets`.
     """
     with ocp.StandardCheckpointer() as checkpointer:
-        try:
-            found = checkpointer.metadata(path.absolute()).item_metadata.tree
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"checkpoint {path}: not a finished Orbax checkpoint ({error})") from error
+        found = _found(checkpointer, path)
         missing, extra = sorted(set(targets) - set(found)), sorted(set(found) - set(targets))
         if missing or extra:
             raise ConfigError(f"checkpoint {path}: missing {missing[:3]}, unexpected {extra[:3]}")
@@ -58,12 +75,11 @@ def read_arrays(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict
                 raise ConfigError(f"checkpoint {path}: {name} is {saved}, expected {wanted}")
         try:
             return checkpointer.restore(path.absolute(), dict(targets))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"checkpoint {path}: damaged ({error})") from error
+        except Exception as error:
+            raise damaged(path, error) from error
 
 
 def saved_dtypes(path: Path) -> dict[str, Any]:
     """The dtype of every array of one item."""
     with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.metadata(path.absolute()).item_metadata.tree
-    return {name: metadata.dtype for name, metadata in found.items()}
+        return {name: metadata.dtype for name, metadata in _found(checkpointer, path).items()}

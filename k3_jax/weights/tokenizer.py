@@ -148,7 +148,7 @@ class ByteTokenizer:
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """The bytes of a text; ConfigError that names the first byte outside the vocabulary. No specials exist."""
         try:
-            data = text.encode("utf-8")
+            data = text.encode("utf-8", "surrogateescape")  # a command line's bytes that are no UTF-8 stay themselves
         except UnicodeEncodeError:  # pairs of surrogates become characters, single ones U+FFFD; as tiktoken does
             data = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode("utf-8")
         if self.vocab_size < 256 and data and max(data) >= self.vocab_size:

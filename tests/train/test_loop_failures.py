@@ -14,6 +14,7 @@ from k3_jax.config import ConfigError, ContextStage, MeshConfig, RunConfig
 from k3_jax.mesh import make_mesh
 from k3_jax.train import loop, setup
 from k3_jax.train.report import plot_losses, read_metrics
+from k3_jax.train.setup import locked
 from tests.train.small_run import losses, small_run
 
 
@@ -117,3 +118,24 @@ def test_metrics_survive_a_damaged_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n{"step": 3, "loss": 1.0}\n')
     assert [row["step"] for row in read_metrics(path)] == [1, 3]
+
+
+@pytest.mark.parametrize("damage", ["model", "run"])
+def test_damaged_checkpoint_is_one_line(run, tmp_path, damage):
+    two = dataclasses.replace(run, train=dataclasses.replace(run.train, steps=2))
+    loop.train(two, tmp_path / "work")
+    step = tmp_path / "work" / "checkpoints" / "2"
+    if damage == "model":
+        (step / "model" / "_METADATA").unlink()
+    else:
+        (step / "run" / "metadata").write_text("[]")
+    with pytest.raises(ConfigError, match=r"damaged or unfinished .*; remove .*/checkpoints/2 to go back"):
+        loop.train(two, tmp_path / "work")
+
+
+def test_one_process_per_directory(tmp_path):
+    with locked(tmp_path):
+        with pytest.raises(ConfigError, match="another k3 train"), locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        pass

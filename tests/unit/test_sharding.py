@@ -35,7 +35,7 @@ TABLE = {
     "layers.0.attn_res.query": "-", "layers.0.ffn_norm": "-",
     "layers.0.kda.q": "fsdp tensor -", "layers.0.kda.g": "fsdp tensor -", "layers.0.kda.o": "tensor - fsdp",
     "layers.0.kda.q_conv": "- tensor -", "layers.0.kda.A_log": "tensor", "layers.0.kda.dt_bias": "tensor -",
-    "layers.0.kda.b": "fsdp tensor", "layers.0.kda.f_a": "fsdp -", "layers.0.kda.f_b": "fsdp tensor -",
+    "layers.0.kda.b": "fsdp tensor", "layers.0.kda.f_a": "fsdp -", "layers.0.kda.f_b": "- tensor -",
     "layers.0.kda.o_norm": "-",
     "layers.0.dense.gate": "fsdp tensor", "layers.0.dense.down": "tensor fsdp",
     "layers.1.mla.q_a": "fsdp -", "layers.1.mla.q_b": "fsdp tensor -", "layers.1.mla.kv_a": "fsdp -",
