@@ -63,43 +63,57 @@ def plan_stages(config: K3Config) -> tuple[Stage, ...]:
 Stages = list[list[Block]]  # per stage and run, blocks stacked [repeat, count, ...]
 
 
-def _layer_numbers(plan: tuple[Stage, ...]) -> list[list[np.ndarray]]:
-    return [[stage.layers(run) for run in range(len(stage.runs))] for stage in plan]
+def _layers(config: K3Config, *parts: list[list]) -> list[list[tuple]]:
+    """Per stage and run, what the scan gives to each layer: its number, then its share of every part."""
+    numbers = [[stage.layers(run) for run in range(len(stage.runs))] for stage in plan_stages(config)]
+    return [list(zip(*runs, strict=True)) for runs in zip(numbers, *parts, strict=True)]
+
+
+def _scan(layer, carry, stages: list[list[tuple]], reverse: bool = False):
+    """`layer` over all layers in their order, or from the last to the first. Outputs are arranged like `stages`."""
+    order = reversed if reverse else iter
+
+    def period(carry, runs):
+        outputs = []
+        for run in order(runs):
+            carry, output = jax.lax.scan(layer, carry, run, reverse=reverse)
+            outputs.append(output)
+        return carry, list(order(outputs))
+
+    outputs = []
+    for runs in order(stages):
+        carry, output = jax.lax.scan(period, carry, runs, reverse=reverse)
+        outputs.append(output)
+    return carry, list(order(outputs))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run_layers(
     config: K3Config, stages: Stages, r: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T D"], Float[Array, "N B T D"], list]:
-    """All layers. Returns the running sum, the bank, and each run's reports stacked [repeat, count, ...]."""
+    """All layers. Returns the running sum, the bank, and each run's reports stacked [repeat, count, ...].
+
+    Reports (router statistics, AttnRes entropies) carry no gradient: K3 has no auxiliary loss.
+    """
     r, bank, reports, _ = _forward(config, stages, r, segment_ids)
     return r, bank, reports
 
 
 def _forward(config, stages, r, segment_ids):
-    bank = jnp.broadcast_to(r[None] * 0, (config.num_attn_res_blocks, *r.shape))
-
     def layer(carry, x):
         r, bank = carry
-        block, index = x
+        index, block = x
         bank = _push(bank, r, index, config)
         r_next, report = block(index, r, bank, segment_ids)
         return (r_next, bank), (r, report)
 
-    inputs, reports = [], []
-    for blocks, numbers in zip(stages, _layer_numbers(plan_stages(config)), strict=True):
+    (r, bank), outputs = _scan(layer, (r, _empty_bank(r, config)), _layers(config, stages))
+    inputs = [[r_in for r_in, _ in runs] for runs in outputs]
+    return r, bank, [[report for _, report in runs] for runs in outputs], inputs
 
-        def period(carry, xs):
-            outputs = []
-            for run in xs:
-                carry, output = jax.lax.scan(layer, carry, run)
-                outputs.append(output)
-            return carry, outputs
 
-        (r, bank), outputs = jax.lax.scan(period, (r, bank), list(zip(blocks, numbers, strict=True)))
-        inputs.append([r_in for r_in, _ in outputs])
-        reports.append([report for _, report in outputs])
-    return r, bank, reports, inputs
+def _empty_bank(r, config: K3Config):
+    return jnp.broadcast_to(r[None] * 0, (config.num_attn_res_blocks, *r.shape))  # laid out like r
 
 
 def _push(bank, r, index, config: K3Config):
@@ -121,7 +135,7 @@ def _run_layers_bwd(config, saved, cotangents):
 
     def layer(carry, x):
         dr, dbank = carry
-        block, index, r = x
+        index, block, r = x
         _, vjp = jax.vjp(lambda block, r, bank: block(index, r, bank, segment_ids)[0], block, r, bank)
         dblock, dr, dbank_here = vjp(dr)
         dbank = dbank + dbank_here.astype(jnp.float32)
@@ -132,21 +146,10 @@ def _run_layers_bwd(config, saved, cotangents):
         dbank = jax.lax.dynamic_update_index_in_dim(dbank, jnp.where(first, 0, wanted), row, 0)
         return (dr, dbank), dblock
 
-    carry, dstages = (dr, dbank.astype(jnp.float32)), []
-    numbers = _layer_numbers(plan_stages(config))
-    for blocks, indices, r_in in reversed(list(zip(stages, numbers, inputs, strict=True))):
-
-        def period(carry, xs):
-            dblocks = []
-            for run in reversed(xs):
-                carry, dblock = jax.lax.scan(layer, carry, run, reverse=True)
-                dblocks.append(dblock)
-            return carry, dblocks[::-1]
-
-        carry, dblocks = jax.lax.scan(period, carry, list(zip(blocks, indices, r_in, strict=True)), reverse=True)
-        dstages.append(dblocks)
+    layers = _layers(config, stages, inputs)
+    (dr, _), dstages = _scan(layer, (dr, dbank.astype(jnp.float32)), layers, reverse=True)
     # The bank starts as 0 * r: its remaining cotangent is dropped.
-    return dstages[::-1], carry[0], None
+    return dstages, dr, None
 
 
 run_layers.defvjp(_run_layers_fwd, _run_layers_bwd)
@@ -156,25 +159,12 @@ def run_layers_cached(
     config: K3Config, stages: Stages, r, segment_ids, start, caches, keys, summary
 ) -> tuple[Float[Array, "B T D"], object, list]:
     """Inference: the layers with their caches (stacked like the blocks) and the two-phase AttnRes."""
-    bank = jnp.broadcast_to(r[None] * 0, (config.num_attn_res_blocks, *r.shape))
 
     def layer(carry, x):
-        block, index, cache = x
+        index, block, cache = x
         *carry, cache = block.extend(index, *carry, keys, segment_ids, start, cache)
         return tuple(carry), cache
 
-    carry, new_caches = (r, bank, summary), []
-    numbers = _layer_numbers(plan_stages(config))
-    for blocks, indices, cache in zip(stages, numbers, caches, strict=True):
-
-        def period(carry, xs):
-            outputs = []
-            for run in xs:
-                carry, output = jax.lax.scan(layer, carry, run)
-                outputs.append(output)
-            return carry, outputs
-
-        carry, cache = jax.lax.scan(period, carry, list(zip(blocks, indices, cache, strict=True)))
-        new_caches.append(cache)
-    r, _, summary = carry
-    return r, summary, new_caches
+    carry = (r, _empty_bank(r, config), summary)
+    (r, _, summary), caches = _scan(layer, carry, _layers(config, stages, caches))
+    return r, summary, caches
