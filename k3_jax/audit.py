@@ -20,8 +20,7 @@ from k3_jax.train.optimizer import OptimizerRow, describe
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# The rows of the audit, in the order of spec §1.6. Entries are names in a layer or, with a dot at the end, what these
-# begin with.
+# The rows of the audit. Entries are names in a layer or, with a dot at the end, what these begin with.
 PARTS: dict[str, tuple[str, ...]] = {
     "embedding": ("embed",),
     "lm_head": ("lm_head",),
@@ -75,7 +74,7 @@ def count_parameters(config: K3Config, shapes: Shapes) -> dict[str, Any]:
 
 
 def cache_sizes(model: K3) -> dict[str, Any]:
-    """What a sequence keeps while it is decoded (spec §2.4, §3.2).
+    """What a sequence keeps while it is decoded.
 
     MLA layers keep `values_per_token_and_layer` values a token: `bytes_per_token` and `bytes_at_1e6_tokens` are of all
     of them in bfloat16, `relative_to_all_mla` against the same model with MLA in every layer. KDA layers keep a state

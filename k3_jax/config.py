@@ -51,7 +51,7 @@ class KDAConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Gated multi-head latent attention without positions. The latent norms use their own epsilon (spec §3.1)."""
+    """Gated multi-head latent attention without positions. The latent norms use their own epsilon."""
 
     num_heads: int
     q_lora_rank: int
@@ -294,7 +294,10 @@ class ContextStage:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The loop. `max_bad_steps` non-finite steps in a row end the run. `loss_chunk` is in tokens per row."""
+    """The loop. `max_bad_steps` non-finite steps in a row end the run. `loss_chunk` is in tokens per row.
+
+    `z_loss`: weight of the squared log-partition; K3 uses none.
+    """
 
     steps: int
     grad_accumulation: int = 1
@@ -306,6 +309,7 @@ class TrainConfig:
     seed: int = 0
     compute_dtype: str = "bfloat16"
     loss_chunk: int = 1024
+    z_loss: float = 0.0
     max_bad_steps: int = 5
     context_stages: tuple[ContextStage, ...] = ()
 
@@ -325,6 +329,7 @@ class TrainConfig:
         _require_seed(self)
         dtype_ok = self.compute_dtype in ("float32", "bfloat16")
         _require(dtype_ok, "TrainConfig.compute_dtype", self.compute_dtype, "'float32' or 'bfloat16'")
+        _require(0 <= self.z_loss < math.inf, "TrainConfig.z_loss", self.z_loss, "a finite number >= 0")
         starts = [stage.start for stage in self.context_stages]
         _require(starts == sorted(set(starts)), "TrainConfig.context_stages", starts, "increasing starts")
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 # Bins per row of the two-level count; a matrix unit's width.
@@ -38,34 +37,13 @@ def histogram(
     """Counts of the required bias per expert, over the valid tokens.
 
     `scores` are the router's float32 sigmoids (not logits), `bias` the one that routed these tokens. Counts of
-    micro-batches add up as long as that bias is the same. Where an Explicit mesh shards the tokens the result is their
-    sum over all devices; inside `jax.shard_map` it is the shard's own.
+    micro-batches and of shards of the tokens add up as long as that bias is the same.
     """
     scores, bias = jax.lax.stop_gradient((scores, bias))
-
-    def count(scores: Float[Array, "t E"], bias: Float[Array, "E"], valid: Bool[Array, "t"]) -> Int32[Array, "E B"]:
-        low, width = _bin_range(bias, bins)
-        required = cutoff(scores, bias, top_k)[:, None] - scores
-        index = jnp.clip(jnp.floor((required - low[None, :]) / width[None, :]), 0, bins - 1).astype(jnp.int32)
-        return _count(index, valid, bins)
-
-    token_axes = _token_axes(scores)
-    if not token_axes:
-        return count(scores, bias, valid)
-    rows = PartitionSpec(token_axes)
-    replicated = PartitionSpec()
-    operands = (jax.sharding.reshard(x, spec) for x, spec in ((scores, rows), (bias, replicated), (valid, rows)))
-    total = jax.shard_map(
-        lambda *shard: jax.lax.psum(count(*shard), token_axes), in_specs=(rows, replicated, rows), out_specs=replicated
-    )
-    return total(*operands)
-
-
-def _token_axes(scores: Float[Array, "T E"]) -> tuple[str, ...]:
-    """Mesh axes over which the tokens are sharded."""
-    spec = jax.typeof(scores).sharding.spec
-    entry = spec[0] if len(spec) else None
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    low, width = _bin_range(bias, bins)
+    required = cutoff(scores, bias, top_k)[:, None] - scores
+    index = jnp.clip(jnp.floor((required - low[None, :]) / width[None, :]), 0, bins - 1).astype(jnp.int32)
+    return _count(index, valid, bins)
 
 
 def _count(index: Int32[Array, "T E"], valid: Bool[Array, "T"], bins: int) -> Int32[Array, "E {bins}"]:

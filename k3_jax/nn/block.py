@@ -53,7 +53,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         """The running sum after layer number `layer` (0-based, traced), and what the layer reports.
 
-        At the first layer of an AttnRes block the caller has put r into the bank; the sum starts anew (spec §4.3).
+        At the first layer of an AttnRes block the caller has put r into the bank; the sum starts anew.
         """
         eps, S = self.config.norm_eps, self.config.attn_res_block
         h, attn_entropy = mix(bank, -(-layer // S), r, self.attn_res.key(), eps)

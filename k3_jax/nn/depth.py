@@ -3,9 +3,9 @@
 Layers of one kind share a traced body. The unit is the mixer period: K3's 93 layers are
 `layer 0 | 1, 2 | 22 x (MLA, 3 KDA) | 91, 92`, found from the layer lists for any configuration.
 
-`run_layers` is a custom_vjp because of the AttnRes bank. Autodiff of a scan would save the bank once per layer (spec
-§4.2d: 22 GB at full size). The bank is append-only and a layer reads only the rows that existed before it, so the
-final bank serves every layer: the backward pass recomputes each layer from its saved input r and that one bank.
+`run_layers` is a custom_vjp because of the AttnRes bank. Autodiff of a scan would save the bank once per layer. The
+bank is append-only and a layer reads only the rows that existed before it, so the final bank serves every layer: the
+backward pass recomputes each layer from its saved input r and that one bank.
 """
 
 from dataclasses import dataclass

@@ -129,6 +129,6 @@ def _conv_init(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
 
 
 def _dt_bias_init(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-    """Inverse softplus of dt, log-uniform in [1e-3, 0.1] (spec §2.5)."""
+    """Inverse softplus of dt, log-uniform in [1e-3, 0.1]."""
     dt = jnp.exp(uniform(key, shape, math.log(1e-3), math.log(0.1))).astype(dtype)
     return dt + jnp.log(-jnp.expm1(-dt))

@@ -2,7 +2,7 @@
 
 N, R: widths of the two parts of a key ("nope" and the shared extra part, which is not rotated); C latent rank,
 Q query rank, V value width. Training expands keys and values from the latent; decoding absorbs the expansion
-into the query and attends to the latents themselves (spec §3.2): the same scale (N + R) ** -0.5.
+into the query and attends to the latents themselves: the same scale (N + R) ** -0.5.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from k3_jax import sharding
 from k3_jax.config import K3Config, MoEConfig
-from k3_jax.nn.balance import histogram
+from k3_jax.nn.balance import expert_load, histogram
 from k3_jax.nn.init import normal, ones, zeros
 from k3_jax.nn.linear import MLP, param, project, situ
 from k3_jax.nn.norm import rms_norm
@@ -78,11 +78,9 @@ def _choose(scores, bias, segment_ids, *, moe: MoEConfig):
     picked = jnp.take_along_axis(scores, chosen, axis=-1)
     if moe.renormalize:
         picked = picked / (picked.sum(-1, keepdims=True) + 1e-20)
-    live = segment_ids >= 0
-    flat = jax.lax.stop_gradient(scores).reshape(-1, moe.num_experts)
-    counts = histogram(flat, bias, moe.top_k, moe.quantile_bins, live.reshape(-1))
-    routed = jnp.where(live[..., None], chosen, moe.num_experts)
-    load = jnp.zeros(moe.num_experts + 1, jnp.int32).at[routed.reshape(-1)].add(1)[:-1]
+    live = (segment_ids >= 0).reshape(-1)
+    counts = histogram(scores.reshape(-1, moe.num_experts), bias, moe.top_k, moe.quantile_bins, live)
+    load = expert_load(chosen.reshape(-1, moe.top_k), moe.num_experts, live)
     counts, load = sharding.sum_over("BT", counts), sharding.sum_over("BT", load)
     return picked * moe.routed_scaling_factor, chosen, (counts, load)
 

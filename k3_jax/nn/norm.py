@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 
 def rms_norm(x: Float[Array, "*r D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*r D"]:
-    """x / rms(x) rounded to x's dtype, then times the weight: the released model's order (spec §11.1)."""
+    """x / rms(x) rounded to x's dtype, then times the weight: the released model's order."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return jnp.expand_dims(weight.astype(x.dtype), range(x.ndim - 1)) * normed.astype(x.dtype)
@@ -23,6 +23,6 @@ def gated_rms_norm(
 
 
 def l2_norm(x: Float[Array, "*r K"], eps: float = 1e-6) -> Float[Array, "*r K"]:
-    """x / sqrt(sum(x^2) + eps): the epsilon stands inside the root, on the sum (pitfall P7)."""
+    """x / sqrt(sum(x^2) + eps): the epsilon stands inside the root, on the sum."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)

@@ -66,7 +66,7 @@ class K3(nnx.Module):
         return self.logits(h)
 
     def hidden(self, tokens, segment_ids=None, dtype=jnp.bfloat16) -> tuple[Float[Array, "B T D"], list]:
-        """The final normed state, and each run's reports (spec §4.3). Segments: a change resets, < 0 is padding."""
+        """The final normed state, and each run's reports. Segments: a change resets, < 0 is padding."""
         tokens = sharding.place(tokens, sharding.active("BT"))
         segment_ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
         segment_ids = sharding.place(segment_ids, sharding.active("BT"))

@@ -13,8 +13,12 @@ def next_token_loss(
     tokens: Int[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
     chunk: int,
+    z_loss: float,
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Sum over targets of -log p(tokens[t + 1]) in nats where `loss_mask[t]`, and their number."""
+    """Sum over targets of -log p(tokens[t + 1]) in nats where `loss_mask[t]`, and their number.
+
+    Each target also costs `z_loss` (log sum exp)^2, which keeps logits small (PaLM, arXiv 2204.02311, §5).
+    """
     B, T, D = h.shape
     size = min(chunk, T)
     count = -(-T // size)
@@ -33,7 +37,7 @@ def next_token_loss(
         # A masked sum instead of a gather: the vocabulary may be sharded.
         hit = jnp.arange(logits.shape[-1])[None, None] == target[..., None]
         picked = jnp.where(hit, logits, 0.0).sum(-1)
-        return total + jnp.where(mask, log_sum - picked, 0.0).sum(), None
+        return total + jnp.where(mask, log_sum - picked + z_loss * log_sum**2, 0.0).sum(), None
 
     total, _ = jax.lax.scan(step, jnp.zeros((), jnp.float32), (cut(h), cut(targets), cut(loss_mask)))
     return total, loss_mask.sum()

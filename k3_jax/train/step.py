@@ -58,7 +58,7 @@ def make_eval_step(run: RunConfig) -> Callable[[K3, Batch], tuple[jax.Array, jax
     @jax.jit
     def eval_step(model: K3, batch: Batch):
         h, _ = model.hidden(batch.tokens, batch.segment_ids, jnp.dtype(run.train.compute_dtype))
-        return next_token_loss(model, h, batch.tokens, batch.loss_mask, run.train.loss_chunk)
+        return next_token_loss(model, h, batch.tokens, batch.loss_mask, run.train.loss_chunk, z_loss=0.0)
 
     return eval_step
 
@@ -71,7 +71,8 @@ def accumulate(run: RunConfig, model: K3, batch: Batch):
 
     def loss_sum(model, micro: Batch):
         h, reports = model.hidden(micro.tokens, micro.segment_ids, jnp.dtype(run.train.compute_dtype))
-        total, count = next_token_loss(model, h, micro.tokens, micro.loss_mask, run.train.loss_chunk)
+        chunk, z_loss = run.train.loss_chunk, run.train.z_loss
+        total, count = next_token_loss(model, h, micro.tokens, micro.loss_mask, chunk, z_loss)
         return total, (count, reports)
 
     def one(micro):

@@ -46,7 +46,7 @@ def _read_kda(text: Section, num_layers: int) -> tuple[KDAConfig, tuple[int, ...
     path = text.path + "linear_attn_config."
     linear = Section(text.get("linear_attn_config", "an object"), path, LINEAR_KEYS)
     linear.fixed("use_full_rank_gate", True)
-    # Absent means the unbounded softplus gate, not the released model's -5 (pitfall O-7).
+    # Absent means the unbounded softplus gate, not the released model's -5.
     bound = None if linear.data.get("gate_lower_bound") is None else linear.number("gate_lower_bound", positive=False)
     if bound is not None and not -5.9 <= bound < 0:
         raise value_error(path + "gate_lower_bound", bound, "null or a number in [-5.9, 0)")

@@ -164,7 +164,7 @@ class Section:
 
 def check_quantization(data: Any, path: str) -> None:
     """Only MXFP4 in groups of 32 is understood. Which tensors are packed is read from the checkpoint, not from
-    `ignore`: the published list leaves out tensors that are stored as plain bfloat16 (pitfall P26)."""
+    `ignore`: the published list leaves out tensors that are stored as plain bfloat16."""
 
     def require(section: Any, where: str, expected: Mapping[str, Any]) -> None:
         if not isinstance(section, Mapping):

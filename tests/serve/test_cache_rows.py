@@ -39,7 +39,7 @@ def test_reset_empties_only_the_named_rows(filled, new_cache):
 
 
 def test_forks_go_separate_ways_and_leave_the_origin(model, tokens, filled):
-    """Two rows fork from one; each samples its own tokens, the origin's bytes stay, both equal cold runs (O-19)."""
+    """Two rows fork from one; each samples its own tokens, the origin's bytes stay, both equal cold runs."""
     before = jax.tree.map(np.array, filled.cache)
     sampling = [SamplingConfig(1.0, seed=seed) for seed in (1, 2)]
     forked = cache_rows.fork(filled.cache, 1, 2)

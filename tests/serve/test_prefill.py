@@ -37,7 +37,7 @@ def test_one_shot_equals_the_training_forward(model, tokens, one_shot):
 
 @pytest.mark.parametrize("length", [15, 16, 17, 33])
 def test_lengths_around_the_chunk(model, tokens, new_cache, length):
-    """A continuation is not a new prompt: the first token still counts after the chunk is full (O-17)."""
+    """A continuation is not a new prompt: the first token still counts after the chunk is full."""
     changed = tokens.copy()
     changed[:, 0] = (changed[:, 0] + 1) % model.config.vocab_size
     one, other = (run(model, x[:, :length], new_cache(2)) for x in (tokens, changed))
@@ -102,7 +102,7 @@ def test_boundaries_are_bit_equal_to_stopping_there(model, tokens, new_cache, bo
 
 @pytest.mark.parametrize("at", [16, 23])
 def test_a_warm_start_equals_a_cold_one(model, tokens, new_cache, at):
-    """Another prompt that shares the first tokens goes on from the boundary (P15); the donor's cache stays usable."""
+    """Another prompt that shares the first tokens goes on from the boundary; the donor's cache stays usable."""
     donor = run(model, tokens[:, :37], new_cache(2), boundaries=[at])
     other = np.concatenate([tokens[:, :at], tokens[:, 50:70]], axis=1)
     cold = run(model, other, new_cache(2))
@@ -123,7 +123,7 @@ def test_two_prompts_one_after_the_other_share_nothing(model, tokens, new_cache)
 
 @pytest.mark.parametrize("length", [1, 20])
 def test_nan_of_an_old_owner_does_not_leak(model, tokens, new_cache, length):
-    """A first chunk of one token is a prefill, and an idle row full of NaN harms nobody (P12, P14)."""
+    """A first chunk of one token is a prefill, and an idle row full of NaN harms nobody."""
     poisoned = replace(new_cache(2), layers=jax.tree.map(lambda x: x * jnp.nan, new_cache(2).layers))
     one = run(model, tokens[:, :length], poisoned, lengths=[0, length])
     fresh = run(model, tokens[:, :length], new_cache(2), lengths=[0, length])

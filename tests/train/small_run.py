@@ -52,6 +52,6 @@ def small_run(tmp_path: Path) -> RunConfig:
     )
 
 
-def losses(workdir) -> dict[int, float]:
+def losses(workdir: Path, name: str = "loss") -> dict[int, float]:
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    return {row["step"]: row[name] for row in rows if name in row}

@@ -51,22 +51,27 @@ def killed_at(step: int, run: RunConfig, workdir: Path) -> None:
 
 
 def test_killed_run_continues_bit_for_bit(run, tmp_path, monkeypatch):
+    """16 steps; 8 steps, kill -9 and 8 more; and those 8 on four devices instead of eight."""
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, steps=16, checkpoint_every=8))
     loop.train(run, tmp_path / "straight")
-    killed_at(5, run, tmp_path / "killed")
+    killed_at(11, run, tmp_path / "killed")
+    assert sorted(path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()) == ["8"]
     shutil.copytree(tmp_path / "killed", tmp_path / "moved")
     loop.train(run, tmp_path / "killed")
 
     assert losses(tmp_path / "straight") == losses(tmp_path / "killed")
     for item in (MODEL, OPTIMIZER):
-        a, b = arrays(tmp_path / "straight", 6, item), arrays(tmp_path / "killed", 6, item)
+        a, b = arrays(tmp_path / "straight", 16, item), arrays(tmp_path / "killed", 16, item)
         assert a.keys() == b.keys()
         assert all(np.array_equal(a[name], b[name]) for name in a)
 
     four = dataclasses.replace(run, mesh=MeshConfig(fsdp=2, tensor=2))
     monkeypatch.setattr(loop, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:4]))
     loop.train(four, tmp_path / "moved")
-    moved = losses(tmp_path / "moved")
-    assert all(abs(moved[step] - loss) < 1e-4 for step, loss in losses(tmp_path / "straight").items())
+    for name in ("loss", "held_out_loss"):
+        straight, moved = losses(tmp_path / "straight", name), losses(tmp_path / "moved", name)
+        assert straight.keys() == moved.keys()
+        assert all(abs(moved[step] - loss) < 1e-4 for step, loss in straight.items())
 
     other = dataclasses.replace(four, optimizer=dataclasses.replace(run.optimizer, learning_rate=2e-2))
     with pytest.raises(ConfigError, match="optimizer.learning_rate"):

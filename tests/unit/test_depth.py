@@ -6,15 +6,13 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from k3_jax.config import K3Config
+from k3_jax.config import K3Config, MeshConfig
 from k3_jax.nn import depth
 from k3_jax.nn.block import Kind, kind
 from k3_jax.nn.depth import Stage, plan_stages
-from k3_jax.train.loss import next_token_loss
 from pallas_kernels.common.testing import assert_gradients_close
-from tests.models import abstract_model, make_model, quick_jit, tiny_config, to_named
+from tests.models import abstract_model, lower_train_step, make_model, quick_jit, run_of, tiny_config, to_named
 
 KDA_DENSE, KDA_MOE, MLA_MOE = Kind(False, False), Kind(False, True), Kind(True, True)
 
@@ -104,28 +102,14 @@ def test_bank_is_not_saved_per_layer():
     assert plain > config.num_layers * config.num_attn_res_blocks * activation
 
 
-@pytest.fixture(scope="module")
-def lower_step():
-    """`lower_step(layers)`: loss and gradients of a tiny K3 of so many layers, traced."""
-
-    def lower(num_layers):
-        config = deep_config(num_layers)
-
-        def loss(model, tokens):
-            h, reports = model.hidden(tokens, None, jnp.float32)
-            total, count = next_token_loss(model, h, tokens, jnp.ones(tokens.shape, bool), 8)
-            return total / count, reports
-
-        tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
-        return jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(abstract_model(config), tokens)
-
-    return lower
-
-
-def test_program_of_93_layers_compiles_and_is_as_small_as_that_of_33(lower_step):
+def test_train_step_of_93_layers_compiles_and_is_as_small_as_that_of_33():
     start = time.perf_counter()
-    deep = lower_step(93)
+    one = jax.devices()[:1]
+    deep = lower_train_step(run_of(deep_config(93), MeshConfig()), one, "cpu")
     deep.compile()
     print(f"93 layers traced and compiled in {time.perf_counter() - start:.0f} s")
-    sizes = [len(lowered.as_text(dialect="hlo")) for lowered in (deep, lower_step(33))]
+    sizes = [
+        len(x.as_text(dialect="hlo"))
+        for x in (deep, lower_train_step(run_of(deep_config(33), MeshConfig()), one, "cpu"))
+    ]
     assert sizes[0] < 1.1 * sizes[1]

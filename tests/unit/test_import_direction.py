@@ -1,4 +1,4 @@
-"""The import direction of docs/design.md §2: left may import right, never back.
+"""The import direction of docs/design.md: left may import right, never back.
 
     cli -> plan, audit -> k3_jax (the public names) -> train, serve -> nn -> parallel -> pallas_kernels.<op>.api
         -> pallas_kernels.<op>.{pallas_*, chunked, reference, ...} -> pallas_kernels.common -> jax

@@ -180,7 +180,7 @@ def test_mix_against_oracle(rows):
 
 
 def test_zero_query_is_a_uniform_average_of_the_raw_sources():
-    """What the initial model does (pitfall P34): scores are of normalised sources, the mixture is of raw ones."""
+    """What the initial model does: scores are of normalised sources, the mixture is of raw ones."""
     bank, r = normal(3, 2, 3, 8), normal(2, 3, 8)
     site = AttnRes(tiny_config(hidden_size=8), rngs=nnx.Rngs(0))
     mixture, entropy = mix(jnp.asarray(bank), 2, jnp.asarray(r), site.key(), 1e-5)

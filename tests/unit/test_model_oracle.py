@@ -67,7 +67,7 @@ def test_configurations(name):
 
 @pytest.mark.slow
 def test_93_layers():
-    """K3's own layer lists and AttnRes blocks: all rows of the bank live to the end (pitfall P23).
+    """K3's own layer lists and AttnRes blocks: all rows of the bank live to the end.
 
     So many random layers amplify rounding; sublayers with small outputs keep that below 1e-3.
     """

@@ -40,7 +40,7 @@ def test_layer_against_oracle(layer):
 
 
 def test_routing_weights_are_unbiased_scores(layer):
-    """The bias changes who is chosen and not with which weight; the sum of weights is the scaling factor (P21)."""
+    """The bias changes who is chosen and not with which weight; the sum of weights is the scaling factor."""
     moe, named = layer
     x = normal(2, 9, CONFIG.hidden_size, seed=1)
     p, chosen, _ = moe.route(jnp.asarray(x), jnp.zeros((2, 9), jnp.int32))
@@ -78,7 +78,7 @@ def test_bias_gets_no_gradient_and_the_router_does(layer):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_router_picks_the_experts_of_float64(dtype):
-    """4096 tokens at the released width of choice: 16 of 896. A bf16 product picks another set for 5 % (pitfall P4)."""
+    """4096 tokens at the released width of choice: 16 of 896. A bf16 product picks another set for 5 %."""
     tokens, D, E, k = 4096, 256, 896, 16
     config = tiny_config(
         num_layers=1, mla_layers=(0,), first_dense_layers=0, hidden_size=D, moe={"num_experts": E, "top_k": k}
@@ -138,7 +138,7 @@ def test_experts_against_dense(routing):
 
 
 def test_combine_is_float32():
-    """Weights and expert outputs meet in float32 (pitfall P8)."""
+    """Weights and expert outputs meet in float32."""
     z, p = jnp.asarray(normal(1, 5, 16), jnp.bfloat16), jnp.asarray(np.abs(normal(1, 5, 2)))
     w = [jnp.asarray(normal(*s, seed=8) / 4, jnp.bfloat16) for s in ((6, 16, 12), (6, 16, 12), (6, 12, 16))]
     chosen = jnp.asarray(np.tile([1, 3], (1, 5, 1)), jnp.int32)

@@ -61,12 +61,12 @@ def compare():
 
 
 def clamped_softplus_gate(z, A_log, dt_bias, lower_bound):
-    """The unbounded gate with a clamp instead of the bounded one (P2)."""
+    """The unbounded gate with a clamp instead of the bounded one."""
     return jnp.maximum(kda_gate(z, A_log, dt_bias, None), lower_bound)
 
 
 def per_channel_gate(z, A_log, dt_bias, lower_bound):
-    """The stored A_log has K entries, padded with zeros: read as one per channel (P1)."""
+    """The stored A_log has K entries, padded with zeros: read as one per channel."""
     channels, heads = dt_bias.shape[::-1]
     rate = jnp.pad(A_log, (0, channels - heads))
     swapped = kda_gate(jnp.swapaxes(z, 2, 3), rate, dt_bias.T, lower_bound)
@@ -74,7 +74,7 @@ def per_channel_gate(z, A_log, dt_bias, lower_bound):
 
 
 def router_in_bf16(self, x, segment_ids):
-    """The router's product in bfloat16 (P4)."""
+    """The router's product in bfloat16."""
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.bfloat16), self.router[...].astype(jnp.bfloat16))
     scores = jax.nn.sigmoid(logits.astype(jnp.float32))
     p, chosen, counts = choose(scores, self.router_bias[...], segment_ids, moe=self.config.moe)
@@ -87,7 +87,7 @@ def bias_in_the_weights(scores, bias, segment_ids, *, moe):
 
 
 def norm_after_up_projection(monkeypatch):
-    """The latent norm's gain stays where it is, its division moves behind the projection (P20)."""
+    """The latent norm's gain stays where it is, its division moves behind the projection."""
 
     def late(subscripts, x, weight, letters, out):
         y = project(subscripts, x, weight, letters, out)
@@ -98,7 +98,7 @@ def norm_after_up_projection(monkeypatch):
 
 
 def no_read_out(bank, rows, r, key, eps):
-    """The last running sum instead of the last mixture (P22)."""
+    """The last running sum instead of the last mixture."""
     return r, None
 
 
@@ -111,17 +111,17 @@ def one_document(ids):
 
 
 def conv_across_documents(u, weight, segment_ids, context):
-    """Only the convolution crosses (P19)."""
+    """Only the convolution crosses."""
     return short_conv(u, weight, one_document(segment_ids), context)
 
 
 def state_across_documents(*args, segment_ids, **kwargs):
-    """Only the recurrent state crosses (P19)."""
+    """Only the recurrent state crosses."""
     return chunk_kda(*args, segment_ids=one_document(segment_ids), **kwargs)
 
 
 def attention_across_documents(q, k, v, q_position, k_position, q_segment, k_segment, scale):
-    """Only attention crosses (P19)."""
+    """Only attention crosses."""
     return attend(q, k, v, q_position, k_position, one_document(q_segment), one_document(k_segment), scale)
 
 
@@ -212,7 +212,7 @@ def test_the_right_reader_passes():
 
 
 def test_swapped_nibbles_fail(monkeypatch):
-    """Group statistics cannot show it: every value is on the grid (P24)."""
+    """Group statistics cannot show it: every value is on the grid."""
     decode = reader.mxfp4_decode
     monkeypatch.setattr(reader, "mxfp4_decode", lambda packed, *args: decode((packed >> 4) | (packed << 4), *args))
     with pytest.raises(AssertionError, match="logits differ"):
@@ -220,7 +220,7 @@ def test_swapped_nibbles_fail(monkeypatch):
 
 
 def test_layer_lists_read_as_0_based_fail(monkeypatch):
-    """Every mixer would shift by one (P36): the tensors of a layer are then not those that its kind expects."""
+    """Every mixer would shift by one: the tensors of a layer are then not those that its kind expects."""
     lists = hf_config._mla_layers
 
     def shifted(linear, num_layers):

@@ -64,7 +64,7 @@ def test_every_float32_product_asks_for_highest_precision(jaxprs, dtype, program
 
 @pytest.mark.parametrize("program", ["training", "prefill", "decode"])
 def test_router_product_is_float32_with_highest_precision(jaxprs, program):
-    """Both operands, and so the result, whatever the activations are (pitfall P4)."""
+    """Both operands, and so the result, whatever the activations are."""
     length, E = 1 if program == "decode" else T, CONFIG.moe.num_experts
     routers = [e for e in products(jaxprs[program]) if e.outvars[0].aval.shape == (B, length, E)]
     assert routers
@@ -117,7 +117,7 @@ def test_sums_are_float32(jaxprs):
 
 
 def test_float32_tensors_stay_float32(dtype):
-    """Gates, convolutions, KDA's output norm and the router's bias (pitfall P5); everything else is as asked."""
+    """Gates, convolutions, KDA's output norm and the router's bias; everything else is as asked."""
     for name, x in abstract_layers(abstract_model(CONFIG, dtype), CONFIG).items():
         assert x.dtype == (jnp.float32 if name.rsplit(".", 1)[-1] in ALWAYS_FLOAT32 else dtype), name
 

@@ -71,7 +71,7 @@ def batch():
 
 def loss(model, tokens, ids, mask, dtype=jnp.float32):
     h, reports = model.hidden(tokens, ids, dtype)
-    total, count = next_token_loss(model, h, tokens, mask, 8)
+    total, count = next_token_loss(model, h, tokens, mask, 8, 0.0)
     return total / count, reports
 
 
@@ -142,15 +142,10 @@ def test_without_a_mesh_everything_is_local():
 
 
 COMPILE = """
-import jax, jax.numpy as jnp
-from jax.sharding import NamedSharding
-from tests.unit import test_sharding as t
-with jax.set_mesh(t.mesh_of("data_fsdp_tensor")):
-    tokens, ids, mask = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=t.rows(x).sharding) for x in t.batch())
-    mesh = jax.sharding.get_mesh()
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
-    model = jax.tree.map(place, t.abstract_model(t.CONFIG))
-    t.step.lower(model, tokens, ids, mask).compile()
+import jax
+from tests.models import lower_train_step, run_of
+from tests.unit.test_sharding import CONFIG, MESHES
+lower_train_step(run_of(CONFIG, MESHES["data_fsdp_tensor"]), jax.devices(), "cpu").compile()
 """
 
 
