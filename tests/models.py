@@ -148,8 +148,8 @@ def extend(model: K3, tokens, valid, cache):
 
 def run_of(model: K3Config, mesh: MeshConfig) -> RunConfig:
     """A training run of small batches, never started: its step is traced only."""
-    data, train = DataConfig(sequence_length=16, batch_size=8), TrainConfig(compute_dtype="float32", loss_chunk=8)
-    return RunConfig("traced", model, data, OptimizerConfig(learning_rate=1e-2), train, mesh)
+    data, optimizer = DataConfig(sequence_length=16, batch_size=8), OptimizerConfig(learning_rate=1e-2)
+    return RunConfig("traced", model, data, optimizer, TrainConfig(1, compute_dtype="float32", loss_chunk=8), mesh)
 
 
 def lower_train_step(run: RunConfig, devices: list[jax.Device], platform: str) -> jax.stages.Lowered:

@@ -188,6 +188,8 @@ class _Exchange:
         batch, matrix = self._transposed(x.shape)
         x = jnp.transpose(x, self.blocks.order).reshape(-1, *matrix)
         x = jnp.pad(x, [(0, -math.prod(batch) % self.owners)] + [(0, 0)] * len(matrix))
+        # XLA:CPU would send a device's share that is all zeros as a constant of another layout, and reject it.
+        x = jax.lax.optimization_barrier(x)
         for axis, names in self.moves:
             x = jax.lax.all_to_all(x, names, split_axis=0, concat_axis=axis, tiled=True)
         rows = math.prod(x.shape[1 : 1 + len(self.blocks.rows)])

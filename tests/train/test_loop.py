@@ -16,7 +16,7 @@ from k3_jax.config import ConfigError, MeshConfig, RunConfig
 from k3_jax.mesh import make_mesh
 from k3_jax.overrides import to_json
 from k3_jax.train import loop
-from k3_jax.weights.orbax import MODEL, OPTIMIZER
+from k3_jax.weights.orbax import MODEL, OPTIMIZER, find_step
 from tests.train.small_run import losses, small_run
 
 
@@ -51,11 +51,11 @@ def killed_at(step: int, run: RunConfig, workdir: Path) -> None:
 
 
 def test_killed_run_continues_bit_for_bit(run, tmp_path, monkeypatch):
-    """16 steps; 8 steps, kill -9 and 8 more; and those 8 on four devices instead of eight."""
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, steps=16, checkpoint_every=8))
+    """16 steps at once; killed with -9 after 11, of which the first 4 or 8 are saved; and the rest on four devices."""
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, steps=16, checkpoint_every=4))
     loop.train(run, tmp_path / "straight")
     killed_at(11, run, tmp_path / "killed")
-    assert sorted(path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()) == ["8"]
+    assert find_step(tmp_path / "killed").name in ("4", "8")  # the second may still be being written
     shutil.copytree(tmp_path / "killed", tmp_path / "moved")
     loop.train(run, tmp_path / "killed")
 
