@@ -2,10 +2,11 @@
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kda import chunked, reference
+from pallas_kernels.kda import chunked, pallas, reference
 from pallas_kernels.kda.reference import kda_combine
 
 __all__ = ["Implementation", "chunk_kda", "kda_combine", "recurrent_kda"]
@@ -13,6 +14,8 @@ __all__ = ["Implementation", "chunk_kda", "kda_combine", "recurrent_kda"]
 Implementation = Literal["reference", "xla", "pallas"]
 # 15 steps of the gate separate the ends of a 16-row tile, and e^88.7 is the end of float32's (and bfloat16's) range.
 LOWEST_GATE_BOUND = -5.9
+# Two lane tiles: the largest head for which a step's blocks fit VMEM.
+LARGEST_HEAD = 256
 
 
 def chunk_kda(
@@ -48,8 +51,9 @@ def chunk_kda(
         gate_lower_bound  None is safe for any g <= 0 (a step's decay below e^-30 counts as e^-30, with no gradient). A
                           float in [-5.9, 0) promises g >= it and selects a faster form; where the promise is broken
                           results may be infinite or NaN.
-        implementation    "reference" (token by token), "xla" (chunks of 64) or "pallas". None chooses: "xla" on every
-                          backend until the Pallas kernel exists. A named one never falls back to another.
+        implementation    "reference" (token by token), "xla" (chunks of 16) or "pallas" (chunks of 64, for TPU; K and V
+                          up to 256; bfloat16 products where q, k and v are). None chooses: "pallas" where the mesh, or
+                          else the default backend, is a TPU, "xla" elsewhere. A named one never falls back to another.
 
     Returns the outputs in v's type, and in float32 the state after each row's last segment, or after every segment with
     segment_offsets. Raises ValueError naming the argument, its value and what was expected.
@@ -63,20 +67,32 @@ def chunk_kda(
         return v, _initial(initial_state, k, v, segment_offsets)
     options = {"scale": k.shape[-1] ** -0.5 if scale is None else scale, "initial_state": initial_state}
 
-    match implementation:
+    match implementation or _default():
         case "reference" if segment_offsets is not None:
             return reference.recurrent_kda_packed(q, k, v, g, beta, segment_offsets=segment_offsets, **options)
         case "reference":
             return reference.recurrent_kda(q, k, v, g, beta, segment_ids=segment_ids, **options)
-        case "xla" | None:
-            options["gate_lower_bound"] = gate_lower_bound
-            if segment_offsets is not None:
-                return chunked.chunk_kda_packed_xla(q, k, v, g, beta, segment_offsets=segment_offsets, **options)
-            return chunked.chunk_kda_xla(q, k, v, g, beta, segment_ids=segment_ids, **options)
+        case "xla" if segment_offsets is not None:
+            options |= {"gate_lower_bound": gate_lower_bound, "segment_offsets": segment_offsets}
+            return chunked.chunk_kda_packed_xla(q, k, v, g, beta, **options)
+        case "xla":
+            options |= {"gate_lower_bound": gate_lower_bound, "segment_ids": segment_ids}
+            return chunked.chunk_kda_xla(q, k, v, g, beta, **options)
         case "pallas":
-            raise NotImplementedError("implementation = 'pallas': not available yet; use 'xla' or None")
+            if max(k.shape[-1], v.shape[-1]) > LARGEST_HEAD:
+                raise ValueError(
+                    f"k.shape = {k.shape}, v.shape = {v.shape}: expected K, V <= {LARGEST_HEAD} for 'pallas'"
+                )
+            options |= {"gate_lower_bound": gate_lower_bound, "segment_ids": segment_ids}
+            return pallas.chunk_kda_pallas(q, k, v, g, beta, segment_offsets=segment_offsets, **options)
         case _:
             raise ValueError(f"implementation = {implementation!r}: expected None, 'reference', 'xla' or 'pallas'")
+
+
+def _default() -> Implementation:
+    mesh = jax.sharding.get_abstract_mesh()
+    platform = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
+    return "pallas" if platform == "tpu" else "xla"
 
 
 def recurrent_kda(

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.kda.reference import token_owner, vary_alike
+from pallas_kernels.kda.steps import segment_order
 
 CHUNK = 16
 # Below this log-decay a channel keeps 1e-13 of its state: zero in float32. The floor keeps the sums of g finite
@@ -69,7 +70,7 @@ def chunk_kda_xla(
     if segment_ids is not None:
         valid = segment_ids >= 0
         inputs = tuple(_zero_padding(x, valid) for x in inputs)
-        segment = _split(_segment_order(_pad(segment_ids, -1)))
+        segment = _split(segment_order(_pad(segment_ids, -1))[0])
         entry = jnp.concatenate([jnp.zeros_like(segment[:1, :, 0]), segment[:-1, :, -1]])
     chunks = Chunks(*(_heads_first(_split(x)) for x in inputs), segment, entry)
     state = _zero_state(chunks) if initial_state is None else initial_state.astype(jnp.float32)
@@ -221,22 +222,6 @@ def _inverse_unit_lower_jvp(primals, tangents):
     """dA = -A dL A; differentiating the loop instead would save every step of it."""
     A = inverse_unit_lower(*primals)
     return A, -_einsum("bhij,bhjk->bhik", _einsum("bhij,bhjk->bhik", A, *tangents), A)
-
-
-def _segment_order(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Number the segments of each row 0, 1, ... in order; padding carries the number of the segment before it.
-
-    Padding inside a segment does not end it, and the first segment has number 0 wherever it starts.
-    """
-
-    def latest(left, right):
-        return jnp.where(right[1], right[0], left[0]), left[1] | right[1]
-
-    valid = segment_ids >= 0
-    last, seen = jax.lax.associative_scan(latest, (segment_ids, valid), axis=1)
-    starts = valid[:, 1:] & seen[:, :-1] & (segment_ids[:, 1:] != last[:, :-1])
-    starts = jnp.concatenate([jnp.zeros_like(valid[:, :1]), starts], axis=1)
-    return jnp.cumsum(starts, axis=1, dtype=jnp.int32)
 
 
 class _SegmentPlan(NamedTuple):
