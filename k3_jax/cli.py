@@ -49,6 +49,11 @@ COMMANDS = {
         "parameters, optimizer rules and cache of a configuration, without allocating it",
         "k3 plan --config configs/k3.py --parameters --json",
     ),
+    "bench": Command(
+        "k3_jax.bench.command",
+        "measure on a CPU, predict for a TPU",
+        "k3 bench kda --shape 1,512,2,64",
+    ),
 }
 
 

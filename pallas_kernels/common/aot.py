@@ -114,12 +114,12 @@ def compile_for(function: Callable, *arguments: Any, mesh: Mesh) -> "CompileRepo
 
 def compile_lowered(lowered: jax.stages.Lowered) -> "CompileReport":
     """Compile what `lower_for` returned, without the disk cache, and report."""
-    with _no_disk_cache():
+    with no_disk_cache():
         return report_of(lowered.compile())
 
 
 @contextlib.contextmanager
-def _no_disk_cache() -> Iterator[None]:
+def no_disk_cache() -> Iterator[None]:
     """JAX writes an executable for an absent TPU to its cache but cannot load it: each later compilation would warn."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)

@@ -1,0 +1,41 @@
+"""`k3 bench`: one benchmark per subcommand, each a module with `add_arguments(parser)` and `run(args) -> int`."""
+
+import argparse
+import importlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bench:
+    module: str
+    help: str
+    example: str
+
+
+BENCHES = {
+    "kda": Bench(
+        "k3_jax.bench.kda",
+        "Kimi Delta Attention: measured on this machine's CPU, or predicted for a TPU",
+        "k3 bench kda --shape 1,512,2,64 --json -\n  k3 bench kda --topology tpu7x:2x2x1 --json kda.json",
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    benches = parser.add_subparsers(dest="bench", metavar="BENCH", required=True)
+    for name, entry in BENCHES.items():
+        subparser = benches.add_parser(
+            name,
+            help=entry.help,
+            description=f"{entry.help}.",
+            epilog=f"examples:\n  {entry.example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module = importlib.import_module(entry.module)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run_bench=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return args.run_bench(args)

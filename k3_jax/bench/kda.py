@@ -1,0 +1,77 @@
+"""`k3 bench kda`: Kimi Delta Attention, measured on this machine's CPU or predicted for a TPU. Imports no JAX until it
+runs."""
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from k3_jax.bench import report
+from k3_jax.config import ConfigError
+
+if TYPE_CHECKING:
+    from pallas_kernels.kda.bench import Case
+
+MEASURED_SHAPE, PREDICTED_SHAPE = (1, 512, 2, 64), (1, 8192, 32, 128)
+DTYPES = ("float32", "bfloat16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape", type=_integers, metavar="B,T,H,K[,V]",
+        help=f"batch, tokens, heads, channels of keys and of values (default: {_text(MEASURED_SHAPE)}; with --topology "
+        f"{_text(PREDICTED_SHAPE)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--segments", type=_integers, default=(), metavar="LENGTHS",
+        help="lengths of packed sequences that fill T, as 300,1,0,700,1047",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of q, k, v and beta (default: float32; with --topology bfloat16)"
+    )
+    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="runs of each (default: 20)")
+    parser.add_argument("--topology", metavar="NAME", help="predict for one device of a TPU, such as tpu7x:2x2x1")
+    parser.add_argument(
+        "--implementation", choices=("pallas", "xla"), default="pallas", help="with --topology (default: pallas)"
+    )
+    report.add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats = {args.repeats}: expected a positive integer")
+    report.check_json_argument(args.json)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU here is neither measured nor needed
+    case = _case(args)
+    from k3_jax.bench import kda_measured, kda_predicted
+
+    if args.topology:
+        return kda_predicted.run(case, args.topology, args.implementation, args.json)
+    return kda_measured.run(case, args.repeats, args.json)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected integers with commas between them") from None
+
+
+def _text(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _case(args: argparse.Namespace) -> "Case":
+    """What is benchmarked, of the arguments."""
+    from pallas_kernels.kda.bench import Case
+
+    shape = args.shape or (PREDICTED_SHAPE if args.topology else MEASURED_SHAPE)
+    if args.segments and not args.shape:
+        shape = (1, sum(args.segments), *shape[2:])
+    if len(shape) not in (4, 5):
+        raise ConfigError(f"--shape = {_text(shape)}: expected B,T,H,K or B,T,H,K,V")
+    values = shape[4] if len(shape) == 5 else shape[3]
+    dtype = args.dtype or ("bfloat16" if args.topology else "float32")
+    try:
+        return Case(*shape[:4], values, dtype, args.segments)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None

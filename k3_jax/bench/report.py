@@ -1,0 +1,48 @@
+"""What benchmarks print and write."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from k3_jax.config import ConfigError
+
+STDOUT = "-"
+DIRECTIONS = ("forward", "forward_backward")
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write the numbers as JSON too; - prints them instead of tables")
+
+
+def check_json_argument(place: str | None) -> None:
+    """Before anything is measured. Raises ConfigError if the file cannot be one."""
+    if place in (None, STDOUT):
+        return
+    path = Path(place).absolute()
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--json = {place}: expected a file in a folder that can be written to, or -")
+
+
+def publish(place: str | None, numbers: dict[str, Any], text: str) -> None:
+    """The text to stdout and the numbers to the file, or the numbers alone to stdout."""
+    if place == STDOUT:
+        print(json.dumps(numbers))
+        return
+    if place:
+        Path(place).write_text(json.dumps(numbers, indent=2) + "\n")
+    print(text)
+
+
+def progress(text: str) -> None:
+    print(f"k3 bench: {text}", file=sys.stderr, flush=True)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Lines of columns, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
