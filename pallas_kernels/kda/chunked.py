@@ -132,8 +132,8 @@ def _chunk_step(
 ) -> tuple[Float[Array, "B HV K V"], Float[Array, "B HV C V"]]:
     """One chunk: the state after it and its outputs."""
     group = chunk.v.shape[1] // chunk.k.shape[1]
-    q, k = (jnp.repeat(x, group, axis=1) if group > 1 else x for x in (chunk.q, chunk.k))
-    q, k, v, g, beta = (x.astype(jnp.float32) for x in (q, k, chunk.v, chunk.g, chunk.beta))
+    q, k, v, g, beta = (x.astype(jnp.float32) for x in (chunk.q, chunk.k, chunk.v, chunk.g, chunk.beta))
+    q, k = (jnp.repeat(x, group, axis=1) if group > 1 else x for x in (q, k))  # gradients add up in float32
     q = q * scale
 
     if gate_lower_bound is None:

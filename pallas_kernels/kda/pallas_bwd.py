@@ -105,7 +105,7 @@ def _reversed(scalars: Int32[Array, "F M"]) -> Int32[Array, "F M"]:
     steps = Steps(*scalars[:, ::-1])
     place = jnp.stack([steps.row, steps.chunk])
     changed = jnp.any(place[:, 1:] != place[:, :-1], axis=0).astype(jnp.int32)
-    return jnp.stack(steps._replace(fresh=jnp.concatenate([jnp.ones_like(changed[:1]), changed])))
+    return jnp.stack(steps._replace(fresh=jnp.concatenate([jnp.ones_like(place[0, :1]), changed])))
 
 
 def _kernel(scalars, *refs, problem: Problem, heads: int):

@@ -82,7 +82,7 @@ def steps_of_segments(segment_offsets: Int[Array, "N1"], length: int) -> Steps:
         end=jnp.where(live, stops - chunk * CHUNK, begin),
         reset=(live & (starts == offsets[slot])).astype(jnp.int32),
         flush=(live & (stops == offsets[slot + 1])).astype(jnp.int32),
-        fresh=jnp.concatenate([jnp.ones_like(zero[:1]), chunk[1:] != chunk[:-1]]).astype(jnp.int32),
+        fresh=jnp.concatenate([jnp.ones_like(zero[:1]), (chunk[1:] != chunk[:-1]).astype(jnp.int32)]),
         entry=zero,
         last=zero,
     )

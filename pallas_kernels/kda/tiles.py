@@ -89,9 +89,10 @@ def products_bounded(
 ) -> Generator[None, None, tuple[Products, Pullback]]:
     """Where g >= bound (here in base 2): 16-row tiles, in which D factors into rows and columns.
 
-    A tile's rows and columns are decayed to its first row, never to one that is later than an output. Columns of
-    earlier tiles decay on from tile to tile, so only the tile's own reach 2^(15 |bound|). A power of two moves rows and
-    columns to either side of 1. What the factors make of pairs i < j may overflow; the causal mask selects it away.
+    A tile's rows and columns are decayed to its first row, never to one that is later than an output. For later tiles
+    its columns decay to the next tile's first row and on from tile to tile, so only the tile's own reach
+    2^(15 |bound|). A power of two moves rows and columns to either side of 1. What the factors make of pairs i < j may
+    overflow; the causal mask selects it away.
     """
     row, column = iota(0), iota(1)
     within = (row // TILE == column // TILE) & (column <= row) & (column % TILE != 0)
@@ -106,13 +107,14 @@ def products_bounded(
     for n in tiles[1:]:
         start.append(start[-1] + to_first[n * TILE - 1 : n * TILE] - centre + g[n * TILE : n * TILE + 1])
     total = start[-1] + to_first[-1:] - centre
+    leave = [jnp.exp2(start[n + 1] - start[n] - tile(to_first, n)) for n in tiles[:-1]]
     yield
     own, rows = columns.astype(dtype), [x.astype(dtype) for x in (q_rows, k_rows)]
     lefts, rights, P, L, earlier = [], [], [], [], []
     for n in tiles:
         if n:
             step = jnp.exp2(start[n] - start[n - 1])
-            earlier = [x * step for x in (*earlier, tile(columns, n - 1))]
+            earlier = [*(x * step for x in earlier), tile(k, n - 1) * leave[n - 1]]
         lefts.append(jnp.concatenate([tile(x, n) for x in rows]))
         rights.append(jnp.concatenate([*(x.astype(dtype) for x in earlier), own[n * TILE :]]))
         both = dot(lefts[n], rights[n], ROWS_BY_ROWS)
@@ -126,22 +128,23 @@ def products_bounded(
 
     def pullback(d: Cotangents) -> Generator[None, None, Gradients]:
         of_rows = ([], [])
-        of_columns = [0.0 for _ in tiles]
+        own, left = [], [0.0 for _ in leave]
         for n in tiles:
             both = jnp.concatenate([tile(d.P, n), tile(d.L, n)]).astype(dtype)
             by_row = dot(both, rights[n])
             by_column = dot(both, lefts[n], COLUMNS_BY_ROWS)
             of_rows[0].append(by_row[:TILE])
             of_rows[1].append(by_row[TILE:])
-            for j in range(n + 1):
-                part = tile(by_column, j)
-                of_columns[j] = of_columns[j] + (part if j == n else part * jnp.exp2(start[n] - start[j]))
+            own.append(tile(by_column, n))
+            for j in range(n):
+                left[j] = left[j] + tile(by_column, j) * jnp.exp2(start[n] - start[j + 1])
         yield
         dq, dk = (
             rise * (jnp.concatenate(x) + decayed(state, entry))
             for x, state in zip(of_rows, (d.q_in, d.k_in), strict=True)
         )
-        return Gradients(dq, dk, fall * (jnp.concatenate(of_columns) + decayed(d.k_out, end)))
+        earlier = jnp.concatenate([*(x * y for x, y in zip(left, leave, strict=True)), jnp.zeros_like(own[-1])])
+        return Gradients(dq, dk, fall * (jnp.concatenate(own) + decayed(d.k_out, end)) + earlier)
 
     yield
     products = Products(

@@ -69,6 +69,7 @@ def test_unbounded_gate(facts, topology):
     check(facts.check(name("unbounded", topology, 12), lowered, topology), 2, 12)
 
 
+@pytest.mark.aot_compile
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.vmap], ids=["checkpoint", "vmap"])
 def test_under_transformations(wrap):
     """What the interpreter cannot run: the gradient under checkpoint, and rows batched by vmap."""

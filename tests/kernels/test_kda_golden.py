@@ -1,5 +1,7 @@
 """KDA against a third party's recurrence (flash-linear-attention 0.6.0, float32): outputs and every gradient."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from pallas_kernels.common.testing import assert_close, assert_gradients_close, outputs_and_gradients
 from pallas_kernels.kda import chunk_kda, kda_gate
+from tests.kernels.kda_cases import IMPLEMENTATIONS
 
 PREACTIVATED = {
     "c1_preact_h0_T64": None,
@@ -15,7 +18,7 @@ PREACTIVATED = {
     "c7_bounds_identical_keys": -5.0,
 }
 RAW = ["c3_lowerbound_T130", "c4_unbounded_softplus_T100", "c5_varlen_zero_len"]
-IMPLEMENTATIONS = ["reference", "xla"]
+with_reference = pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS], indirect=True)
 
 
 def load(golden, case):
@@ -39,7 +42,7 @@ def check(op, data, tolerance_of_outputs, tolerance_of_gradients):
     return final_state, gradients
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@with_reference
 @pytest.mark.parametrize("case", PREACTIVATED)
 def test_activated_inputs(golden, case, implementation):
     data = load(golden, case)
@@ -74,15 +77,16 @@ def from_raw(implementation, bound, q, k, v, g_raw, beta_raw, A_log, dt_bias, **
     )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@functools.cache
+def raw_op(implementation, bound):
+    return functools.partial(from_raw, implementation, bound)
+
+
+@with_reference
 @pytest.mark.parametrize("case", RAW)
 def test_raw_inputs(golden, case, implementation):
     data = load(golden, case)
-    bound = float(data["lower_bound"]) if "lower_bound" in data else None
-
-    def op(**arguments):
-        return from_raw(implementation, bound, **arguments)
-
+    op = raw_op(implementation, float(data["lower_bound"]) if "lower_bound" in data else None)
     # c4 forgets by e^-765 in a step; the recurrence that made the file sums such gates in float32.
     unbounded = case.startswith("c4")
     final_state, gradients = check(op, data, 2e-5, 5e-4 if unbounded else 1e-4)
@@ -90,6 +94,19 @@ def test_raw_inputs(golden, case, implementation):
         (empty,) = np.flatnonzero(np.diff(data["segment_offsets"]) == 0)
         np.testing.assert_array_equal(final_state[empty], data["initial_state"][empty])
         np.testing.assert_array_equal(gradients["initial_state"][empty], data["dht"][empty])
+
+
+@with_reference
+def test_queries_and_keys_of_zero(golden, implementation):
+    """Which a norm without its epsilon would make NaN."""
+    data = load(golden, RAW[0])
+    arguments = {name[2:]: data[name[2:]] for name in data if name.startswith("d_")}
+    for name in ("q", "k"):
+        arguments[name][:, 60:70] = 0
+    op = raw_op(implementation, float(data["lower_bound"]))
+    results, gradients = outputs_and_gradients(op, arguments, (data["do"], data["dht"]))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((results, gradients)))
+    assert not np.any(results[0][:, 60:70])
 
 
 @pytest.mark.parametrize("case", RAW)

@@ -69,7 +69,7 @@ def test_inside_shard_map():
     assert_same(actual, gradients("xla", arrays, ids))
 
 
-@pytest.mark.parametrize("dma_execution_mode", ["on_wait", "eager"])
+@pytest.mark.parametrize("dma_execution_mode", ["eager", pytest.param("on_wait", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bound", [BOUND, None])
 def test_without_races_and_with_unset_memory_nan(bound, dma_execution_mode):
     arrays, ids = inputs(B=1, T=130, H=1, HV=2)
