@@ -33,12 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implementation", choices=("pallas", "xla"), default="pallas", help="with --topology (default: pallas)"
     )
+    parser.add_argument(
+        "--raw-gate",
+        action="store_true",
+        help="with --topology: from the gate's logits, in --dtype, as a layer has them",
+    )
     report.add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.repeats < 1:
         raise ConfigError(f"--repeats = {args.repeats}: expected a positive integer")
+    if args.raw_gate and not args.topology:
+        raise ConfigError("--raw-gate: expected --topology; what is measured here has its gate activated outside")
     report.check_json_argument(args.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU here is neither measured nor needed
     case = _case(args)
@@ -72,6 +79,6 @@ def _case(args: argparse.Namespace) -> "Case":
     values = shape[4] if len(shape) == 5 else shape[3]
     dtype = args.dtype or ("bfloat16" if args.topology else "float32")
     try:
-        return Case(*shape[:4], values, dtype, args.segments)
+        return Case(*shape[:4], values, dtype, args.segments, args.raw_gate)
     except ValueError as error:
         raise ConfigError(f"--{error}") from None

@@ -39,7 +39,7 @@ def run(case: Case, topology: str, implementation: str, json_place: str | None) 
 def _schedule(case: Case, topology: str, implementation: str, backward: bool) -> Schedule:
     return schedule_of(
         "pallas_kernels.kda.bench:lower", table=0, topology=topology, shape=list(case.sizes.values()), dtype=case.dtype,
-        segments=list(case.segments), implementation=implementation, backward=backward,
+        segments=list(case.segments), implementation=implementation, backward=backward, raw_gate=case.raw_gate,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from k3_jax.config import K3Config
 from k3_jax.nn.init import normal, ones, uniform, zeros
 from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import gated_rms_norm, l2_norm
-from pallas_kernels.kda import chunk_kda, kda_gate, recurrent_kda
+from pallas_kernels.kda import kda_from_raw_gate, kda_gate, recurrent_kda
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["S", "conv"], meta_fields=[])
@@ -114,11 +114,11 @@ def _mix(u, z, beta, segment_ids, state: KDAState, weights, *, lower_bound: floa
     q_conv, k_conv, v_conv, A_log, dt_bias = weights
     conv = lambda i, w: short_conv(u[:, :, i], w, segment_ids, state.conv[:, :, i])  # noqa: E731
     q, k, v = l2_norm(conv(0, q_conv)), l2_norm(conv(1, k_conv)), conv(2, v_conv)
-    g = kda_gate(z, A_log, dt_bias, lower_bound)
+    options = {"initial_state": state.S, "segment_ids": segment_ids}
     if u.shape[1] == 1:
-        o, S = recurrent_kda(q, k, v, g, beta, initial_state=state.S, segment_ids=segment_ids)
+        o, S = recurrent_kda(q, k, v, kda_gate(z, A_log, dt_bias, lower_bound), beta, **options)
     else:
-        o, S = chunk_kda(q, k, v, g, beta, initial_state=state.S, segment_ids=segment_ids, gate_lower_bound=lower_bound)
+        o, S = kda_from_raw_gate(q, k, v, z, beta, A_log, dt_bias, gate_lower_bound=lower_bound, **options)
     return o, KDAState(S, conv_context(u, segment_ids, state.conv))
 
 

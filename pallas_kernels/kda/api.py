@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kda import chunked, pallas, reference
+from pallas_kernels.kda.gate import activate, check_gate
 from pallas_kernels.kda.reference import kda_combine
 
-__all__ = ["Implementation", "chunk_kda", "kda_combine", "recurrent_kda"]
+__all__ = ["Implementation", "chunk_kda", "kda_combine", "kda_from_raw_gate", "recurrent_kda"]
 
 Implementation = Literal["reference", "xla", "pallas"]
 # 15 steps of the gate separate the ends of a 16-row tile, and e^88.7 is the end of float32's (and bfloat16's) range.
@@ -58,16 +59,54 @@ def chunk_kda(
     Returns the outputs in v's type, and in float32 the state after each row's last segment, or after every segment with
     segment_offsets. Raises ValueError naming the argument, its value and what was expected.
     """
+    arguments = q, k, v, g, beta
+    return _run(arguments, None, scale, initial_state, segment_ids, segment_offsets, gate_lower_bound, implementation)
+
+
+def kda_from_raw_gate(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    z: Float[Array, "B T HV K"],
+    beta: Float[Array, "B T HV"],
+    A_log: Float[Array, "HV"],
+    dt_bias: Float[Array, "HV K"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "S HV K V"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    segment_offsets: Int[Array, "N1"] | None = None,
+    gate_lower_bound: float | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
+    """`chunk_kda` with g = kda_gate(z, A_log, dt_bias, gate_lower_bound).
+
+    The Pallas kernels apply the gate themselves: g, float32 and as large as two of the other inputs, never is in HBM.
+    """
+    if gate_lower_bound is not None:
+        _check_bound(gate_lower_bound)
+    check_gate(z, A_log, dt_bias, gate_lower_bound)
+    arguments = q, k, v, z, beta
+    gate = jnp.exp(A_log.astype(jnp.float32)), dt_bias.astype(jnp.float32)
+    return _run(arguments, gate, scale, initial_state, segment_ids, segment_offsets, gate_lower_bound, implementation)
+
+
+def _run(arguments, gate, scale, initial_state, segment_ids, segment_offsets, gate_lower_bound, implementation):
+    """`gate`: rate and bias where the fourth argument are logits."""
+    q, k, v, g, beta = arguments
     _check_tokens(q, k, v, g, beta)
     _check_segments(q, segment_ids, segment_offsets)
     _check_state(initial_state, k, v, segment_offsets)
-    if gate_lower_bound is not None and not LOWEST_GATE_BOUND <= gate_lower_bound < 0:
-        raise ValueError(f"gate_lower_bound = {gate_lower_bound}: expected {LOWEST_GATE_BOUND} <= bound < 0, or None")
+    if gate_lower_bound is not None:
+        _check_bound(gate_lower_bound)
     if q.shape[1] == 0:
         return v, _initial(initial_state, k, v, segment_offsets)
     options = {"scale": k.shape[-1] ** -0.5 if scale is None else scale, "initial_state": initial_state}
+    implementation = implementation or _default()
+    if gate is not None and implementation != "pallas":
+        g = activate(g.astype(jnp.float32), gate[0][None, None, :, None], gate[1][None, None], gate_lower_bound)
 
-    match implementation or _default():
+    match implementation:
         case "reference" if segment_offsets is not None:
             return reference.recurrent_kda_packed(q, k, v, g, beta, segment_offsets=segment_offsets, **options)
         case "reference":
@@ -83,10 +122,15 @@ def chunk_kda(
                 raise ValueError(
                     f"k.shape = {k.shape}, v.shape = {v.shape}: expected K, V <= {LARGEST_HEAD} for 'pallas'"
                 )
-            options |= {"gate_lower_bound": gate_lower_bound, "segment_ids": segment_ids}
+            options |= {"gate_lower_bound": gate_lower_bound, "segment_ids": segment_ids, "rates": gate}
             return pallas.chunk_kda_pallas(q, k, v, g, beta, segment_offsets=segment_offsets, **options)
         case _:
             raise ValueError(f"implementation = {implementation!r}: expected None, 'reference', 'xla' or 'pallas'")
+
+
+def _check_bound(bound):
+    if not LOWEST_GATE_BOUND <= bound < 0:
+        raise ValueError(f"gate_lower_bound = {bound}: expected {LOWEST_GATE_BOUND} <= bound < 0, or None")
 
 
 def _default() -> Implementation:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.common import aot
-from pallas_kernels.kda.api import Implementation, chunk_kda
+from pallas_kernels.kda.api import Implementation, chunk_kda, kda_from_raw_gate
 
 GATE_LOWER_BOUND = -5.0  # of K3
 TILE = 64  # tokens of a chunk in the operation counts below
@@ -18,7 +18,10 @@ TILE = 64  # tokens of a chunk in the operation counts below
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of one benchmark. `segments` are the lengths of packed sequences that fill the one row (B = 1), if any."""
+    """Sizes of one benchmark. `segments` are the lengths of packed sequences that fill the one row (B = 1), if any.
+
+    With `raw_gate` g are the gate's logits, in `dtype`, as a layer has them.
+    """
 
     B: int
     T: int
@@ -27,6 +30,7 @@ class Case:
     V: int
     dtype: str
     segments: tuple[int, ...] = ()
+    raw_gate: bool = False
 
     def __post_init__(self):
         if min(self.B, self.T, self.H, self.K, self.V) < 1:
@@ -39,7 +43,7 @@ class Case:
     def __str__(self) -> str:
         sizes = ",".join(map(str, self.sizes.values()))
         packed = f" packed {','.join(map(str, self.segments))}" if self.segments else ""
-        return f"{sizes} {self.dtype}{packed}"
+        return f"{sizes} {self.dtype}{packed}{' from raw gates' if self.raw_gate else ''}"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -50,10 +54,11 @@ class Case:
         return self.B * self.T * self.H
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arguments as a projection makes them: heads side by side. The gate's is float32."""
+        """The arguments as a projection makes them: heads side by side. An activated gate is float32."""
         B, T, H = self.B, self.T, self.H
         made = {"q": (H * self.K,), "k": (H * self.K,), "v": (H * self.V,), "g": (H * self.K,), "beta": (H,)}
-        dtypes = dict.fromkeys(made, jnp.dtype(self.dtype)) | {"g": jnp.dtype("float32")}
+        dtypes = dict.fromkeys(made, jnp.dtype(self.dtype))
+        dtypes |= {} if self.raw_gate else {"g": jnp.dtype("float32")}
         return {name: jax.ShapeDtypeStruct((B, T, *shape), dtypes[name]) for name, shape in made.items()}
 
 
@@ -85,8 +90,11 @@ def forward(case: Case, implementation: Implementation) -> Callable[..., tuple[A
         beta: Float[Array, "B T H"],
     ) -> tuple[Float[Array, "B T HV"], Float[Array, "S H K V"]]:
         q, k, v, g = (x.reshape(*x.shape[:2], case.H, -1) for x in (q, k, v, g))
-        o, state = chunk_kda(
-            q, k, v, g, beta, gate_lower_bound=GATE_LOWER_BOUND, implementation=implementation,
+        op, gate = chunk_kda, ()
+        if case.raw_gate:
+            op, gate = kda_from_raw_gate, (jnp.zeros(case.H), jnp.zeros((case.H, case.K)))
+        o, state = op(
+            q, k, v, g, beta, *gate, gate_lower_bound=GATE_LOWER_BOUND, implementation=implementation,
             segment_offsets=None if offsets is None else jnp.asarray(offsets),
         )  # fmt: skip
         return o.reshape(*o.shape[:2], -1), state
@@ -106,10 +114,16 @@ def forward_backward(case: Case, implementation: Implementation) -> Callable[...
 
 
 def lower(
-    topology: str, shape: Sequence[int], dtype: str, segments: Sequence[int], implementation: str, backward: bool
+    topology: str,
+    shape: Sequence[int],
+    dtype: str,
+    segments: Sequence[int],
+    implementation: str,
+    backward: bool,
+    raw_gate: bool = False,
 ) -> jax.stages.Lowered:
     """The forward (or forward and backward) program for one device of a TPU topology. `shape` is B, T, H, K, V."""
-    case = Case(*shape, dtype=dtype, segments=tuple(segments))
+    case = Case(*shape, dtype=dtype, segments=tuple(segments), raw_gate=raw_gate)
     mesh = aot.mesh_for(topology, device=1)
     shapes = case.shapes() | ({"do": case.shapes()["v"]} if backward else {})
     function = (forward_backward if backward else forward)(case, implementation)

@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.kda import tiles
+from pallas_kernels.kda.gate import activate
 from pallas_kernels.kda.steps import CHUNK, Steps
 from pallas_kernels.kda.tiles import LOG2E, Products, Pullback, iota
 
@@ -36,6 +37,7 @@ class Problem:
     states: int
     has_initial: bool
     has_order: bool
+    has_gate: bool
 
     @property
     def group(self) -> int:
@@ -65,6 +67,7 @@ class Specs:
         self.beta = self.rows(min(p.HV, LANES), lambda h: h * heads // LANES)
         self.order = pl.BlockSpec((1, 1, 2, CHUNK), lambda h, m, s: (*self._chunk(s, m), 0, 0))
         self.state = pl.BlockSpec((1, heads, p.K, p.V), lambda h, m, s: (self._field(s, m, "slot"), h, 0, 0))
+        self.rates = pl.BlockSpec((2, heads * p.K), lambda h, m, s: (0, h))
         self.beta_gradient = pl.BlockSpec((1, 1, CHUNK, heads), lambda h, m, s: (h, *self._chunk(s, m), 0))
 
     @staticmethod
@@ -141,8 +144,10 @@ class Chunk(NamedTuple):
     pullback: Pullback
 
 
-def load_chunk(problem: Problem, masks: Masks | None, q, k, g, beta, dtype) -> Generator[None, None, Chunk]:
-    """`beta` [C, 128] in all lanes."""
+def load_chunk(problem: Problem, masks: Masks | None, q, k, g, rates, beta, dtype) -> Generator[None, None, Chunk]:
+    """`g` are logits if `rates` [2, K] (rate and bias of the gate) are there; `beta` [C, 128] in all lanes."""
+    g = g.astype(jnp.float32)
+    g = g if rates is None else activate(g, rates[:1], rates[1:], problem.bound)
     q, k, g, beta = keep_live(masks, *(x.astype(jnp.float32) for x in (q, k, g, beta)))
     if problem.bound is None:
         products, pullback = yield from tiles.products_any(q, k, g * LOG2E, dtype)

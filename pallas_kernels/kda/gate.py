@@ -24,6 +24,13 @@ def kda_gate(
     Padding must be applied to g, not to z: z = 0 decays the state in both forms.
     Raises ValueError where lower_bound is not negative or a shape does not fit.
     """
+    check_gate(z, A_log, dt_bias, lower_bound)
+    rate = jnp.exp(A_log.astype(jnp.float32))[None, None, :, None]
+    return activate(z.astype(jnp.float32), rate, dt_bias.astype(jnp.float32)[None, None], lower_bound)
+
+
+def check_gate(z, A_log, dt_bias, lower_bound) -> None:
+    """Raises ValueError naming the argument."""
     heads, channels = z.shape[-2:]
     if A_log.shape != (heads,):
         raise ValueError(f"A_log.shape = {A_log.shape}: expected {(heads,)}, one rate per head of z {z.shape}")
@@ -32,9 +39,27 @@ def kda_gate(
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"lower_bound = {lower_bound}: expected a negative number or None")
 
-    rate = jnp.exp(A_log.astype(jnp.float32))[None, None, :, None]
-    logits = z.astype(jnp.float32) + dt_bias.astype(jnp.float32)[None, None]
+
+def activate(
+    z: Float[Array, "*S"], rate: Float[Array, "*R"], bias: Float[Array, "*S2"], lower_bound: float | None
+) -> Float[Array, "*S"]:
+    """The log-decay of float32 logits, element by element; `rate` = exp(A_log)."""
     if lower_bound is None:
-        return -rate * jax.nn.softplus(logits)
+        return -rate * jax.nn.softplus(z + bias)
     # sigmoid's derivative is formed as s * (1 - s) before it meets the rate, so a saturated gate gives 0, not 0 * inf.
-    return lower_bound * jax.nn.sigmoid(rate * logits)
+    return lower_bound * jax.nn.sigmoid(rate * (z + bias))
+
+
+def activation_gradients(
+    z: Float[Array, "C K"], rate: Float[Array, "1 K"], bias: Float[Array, "1 K"], lower_bound: float | None,
+    dg: Float[Array, "C K"],
+) -> tuple[Float[Array, "C K"], Float[Array, "1 K"], Float[Array, "1 K"]]:  # fmt: skip
+    """Of z (and, summed over the rows, of the bias) and of the rate."""
+    x = z + bias
+    if lower_bound is None:
+        dz, drate = -rate * jax.nn.sigmoid(x) * dg, -jax.nn.softplus(x) * dg
+    else:
+        s = jax.nn.sigmoid(rate * x)
+        r = lower_bound * (s * (1.0 - s)) * dg
+        dz, drate = r * rate, r * x
+    return dz, jnp.sum(drate, axis=0, keepdims=True), jnp.sum(dz, axis=0, keepdims=True)

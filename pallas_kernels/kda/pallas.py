@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kda.blocks import LANES, Problem
 from pallas_kernels.kda.pallas_bwd import backward
-from pallas_kernels.kda.pallas_fwd import Inputs, Outputs, forward
+from pallas_kernels.kda.pallas_fwd import Inputs, Outputs, forward, present_in
 from pallas_kernels.kda.reference import vary_alike
 from pallas_kernels.kda.steps import CHUNK, Steps, segment_order, steps_of_rows, steps_of_segments
 
@@ -30,8 +30,12 @@ def chunk_kda_pallas(
     segment_ids: Int[Array, "B T"] | None = None,
     segment_offsets: Int[Array, "N1"] | None = None,
     gate_lower_bound: float | None = None,
+    rates: tuple[Float[Array, "HV"], Float[Array, "HV K"]] | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
-    """Arguments and results as in `api.chunk_kda`; products in bfloat16 where q, k and v are, else in float32."""
+    """Arguments and results as in `api.chunk_kda`; products in bfloat16 where q, k and v are, else in float32.
+
+    With `rates` = (exp(A_log), dt_bias) g are logits, and the gate is applied inside the kernels.
+    """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     order, steps, states = None, None, B
@@ -46,14 +50,17 @@ def chunk_kda_pallas(
     channels, values = (-(-x // LANES) * LANES for x in (K, V))
     problem = Problem(
         H, HV, channels, values, scale, gate_lower_bound, states=states, has_initial=initial_state is not None,
-        has_order=order is not None, masked=not (segment_ids is segment_offsets is None and T % CHUNK == 0),
+        has_order=order is not None, has_gate=rates is not None,
+        masked=not (segment_ids is segment_offsets is None and T % CHUNK == 0),
     )  # fmt: skip
     if initial_state is not None:
         padding = ((0, 0), (0, 0), (0, channels - K), (0, values - V))
         initial_state = jnp.pad(initial_state.astype(jnp.float32), padding)
-    inputs = Inputs(
-        *(_flat(x, channels) for x in (q, k)), _flat(v, values), _flat(g, channels), beta, initial_state, order
-    )
+    if rates is not None:
+        pair = jnp.broadcast_to(rates[0][:, None], rates[1].shape), rates[1]
+        rates = jnp.stack([jnp.pad(x, ((0, 0), (0, channels - K))).reshape(-1) for x in pair])
+    q, k, v, g = _flat(q, channels), _flat(k, channels), _flat(v, values), _flat(g, channels)
+    inputs = Inputs(q, k, v, g, beta, initial_state, order, rates)
     present = tuple(x for x in (jnp.stack(steps), *inputs) if x is not None)
     o, final = _kda(problem, *_with_none(problem, vary_alike(*present, like=())))
     return o.reshape(B, T, HV, values)[..., :V], final[:, :, :K, :V]
@@ -67,9 +74,8 @@ def _flat(x: Float[Array, "B T H K"], channels: int) -> Float[Array, "B T HK"]:
 def _with_none(problem: Problem, arrays):
     """(scalars, Inputs) of the arrays that there are."""
     scalars, *arrays = arrays
-    optional = iter(arrays[5:])
-    here = (problem.has_initial, problem.has_order)
-    return scalars, Inputs(*arrays[:5], *(next(optional) if x else None for x in here))
+    arrays = iter(arrays)
+    return scalars, Inputs(*(next(arrays) if here else None for here in present_in(problem)))
 
 
 def _dtype(inputs: Inputs):
@@ -116,9 +122,7 @@ def _kda_bwd(problem: Problem, saved, cotangents):
 
     beta = jnp.moveaxis(d.beta, 0, 2).reshape(inputs.beta.shape).astype(inputs.beta.dtype)
     initial = None if inputs.initial is None else jnp.where(_visited(problem, scalars), d.initial, dfinal)
-    return None, Inputs(
-        over_group(d.q, inputs.q), over_group(d.k, inputs.k), d.v, d.g.astype(inputs.g.dtype), beta, initial, None
-    )
+    return None, Inputs(over_group(d.q, inputs.q), over_group(d.k, inputs.k), d.v, d.g, beta, initial, None, d.rates)
 
 
 _kda.defvjp(_kda_fwd, _kda_bwd)

@@ -36,7 +36,8 @@ from pallas_kernels.kda.blocks import (
     shape_of,
     write_live,
 )  # fmt: skip
-from pallas_kernels.kda.pallas_fwd import Inputs, Outputs
+from pallas_kernels.kda.gate import activation_gradients
+from pallas_kernels.kda.pallas_fwd import Inputs, Outputs, present_in
 from pallas_kernels.kda.steps import CHUNK, Steps
 from pallas_kernels.kda.tiles import COLUMNS_BY_ROWS, ROWS_BY_ROWS, Cotangents, dot, iota
 
@@ -61,6 +62,7 @@ class InputGradients(NamedTuple):
     g: Float[Array, "B T HVK"]
     beta: Float[Array, "Nb B T Hb"]
     initial: Float[Array, "S HV K V"]
+    rates: Float[Array, "2 HVK"] | None = None
 
 
 def backward(
@@ -72,28 +74,30 @@ def backward(
     K, V, HV = problem.K, problem.V, problem.HV
     like = functools.partial(shape_of, like=inputs.q)
     wide = inputs.q.dtype if problem.group == 1 else jnp.float32
-    in_specs = Inputs(specs.key, specs.key, specs.value, specs.gate, specs.beta, None, specs.order)
+    in_specs = Inputs(specs.key, specs.key, specs.value, specs.gate, specs.beta, None, specs.order, specs.rates)
     reverse = lambda m: steps - 1 - m  # noqa: E731
     saved_specs = Saved(specs.saved(V, K, reverse), specs.saved(CHUNK, CHUNK, reverse), specs.value, specs.state)
     inputs = inputs._replace(initial=None)
     arguments = (*inputs, *Saved(outputs.states, outputs.A, do, dfinal))
+    out_specs = [specs.gate, specs.gate, specs.value, specs.gate, specs.beta_gradient, specs.state]
+    out_shape = [
+        like((B, T, HV * K), wide), like((B, T, HV * K), wide), like((B, T, HV * V), inputs.v.dtype),
+        like((B, T, HV * K), inputs.g.dtype), like((HV // heads, B, T, heads), jnp.float32),
+        like((problem.states, HV, K, V), jnp.float32),
+    ]  # fmt: skip
+    if problem.has_gate:
+        out_specs.append(specs.rates)
+        out_shape.append(like((2, HV * K), jnp.float32))
     gradients = pl.pallas_call(
         functools.partial(_kernel, problem=problem, heads=heads),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(HV // heads, steps),
             in_specs=[spec for spec, x in zip((*in_specs, *saved_specs), arguments, strict=True) if x is not None],
-            out_specs=[specs.gate, specs.gate, specs.value, specs.gate, specs.beta_gradient, specs.state],
+            out_specs=out_specs,
             scratch_shapes=[pltpu.VMEM((heads, V, K), jnp.float32)],
         ),
-        out_shape=[
-            like((B, T, HV * K), wide),
-            like((B, T, HV * K), wide),
-            like((B, T, HV * V), inputs.v.dtype),
-            like((B, T, HV * K), jnp.float32),
-            like((HV // heads, B, T, heads), jnp.float32),
-            like((problem.states, HV, K, V), jnp.float32),
-        ],  # fmt: skip
+        out_shape=out_shape,
         compiler_params=COMPILER_PARAMS,
         name="kda_backward",
     )(_reversed(scalars), *(x for x in arguments if x is not None))
@@ -110,9 +114,9 @@ def _reversed(scalars: Int32[Array, "F M"]) -> Int32[Array, "F M"]:
 
 def _kernel(scalars, *refs, problem: Problem, heads: int):
     refs, m = iter(refs), pl.program_id(1)
-    present = (*(True,) * 5, False, problem.has_order)
-    inputs = Inputs(*(next(refs) if here else None for here in present))
-    saved, gradients = Saved(*(next(refs) for _ in range(4))), InputGradients(*(next(refs) for _ in range(6)))
+    inputs = Inputs(*(next(refs) if here else None for here in present_in(problem)._replace(initial=False)))
+    saved = Saved(*(next(refs) for _ in range(4)))
+    gradients = InputGradients(*(next(refs) for _ in range(7 if problem.has_gate else 6)))
     (dstate,) = refs
     steps = Steps(*(scalars.at[i] for i in range(len(Steps._fields))))
 
@@ -121,6 +125,12 @@ def _kernel(scalars, *refs, problem: Problem, heads: int):
         @pl.loop(0, heads)
         def _(h):
             dstate[h] = saved.dfinal[0, h].T
+
+    if gradients.rates is not None:
+
+        @pl.when(m == 0)
+        def _():
+            gradients.rates[...] = jnp.zeros_like(gradients.rates)
 
     masks = masks_of(inputs.order, steps, m) if problem.masked else None
     interleave(_head(h, problem, heads, inputs, saved, gradients, dstate, masks) for h in range(heads))
@@ -138,7 +148,8 @@ def _head(h, problem: Problem, heads: int, inputs: Inputs, saved: Saved, gradien
     of_key, of_gate, of_value = (slice(i * n, (i + 1) * n) for i, n in ((key, K), (h, K), (h, V)))
     q, k = (x[0, :, of_key] for x in (inputs.q, inputs.k))
     beta = column(inputs.beta[0].astype(jnp.float32), (pl.program_id(0) * heads + h) % LANES)
-    chunk = yield from load_chunk(problem, masks, q, k, inputs.g[0, :, of_gate], beta, dtype)
+    rates = inputs.rates_of(of_gate)
+    chunk = yield from load_chunk(problem, masks, q, k, inputs.g[0, :, of_gate], rates, beta, dtype)
     x, beta = chunk.products, jnp.concatenate([chunk.beta] * (V // LANES), axis=1)
     v, do = keep_live(masks, *(ref[0, :, of_value].astype(jnp.float32) for ref in (inputs.v, saved.do)))
     do, S, A = do * problem.scale, saved.states[0, h], saved.A[0, h]
@@ -167,7 +178,11 @@ def _head(h, problem: Problem, heads: int, inputs: Inputs, saved: Saved, gradien
     dg = tiles.running_sum(iota(1) >= iota(0), dG, dtype) + at_end
     if problem.bound is None:
         dg = jnp.where(chunk.g < tiles.GATE_FLOOR, 0.0, dg)
-    write_live(masks, gradients.g, (0, slice(None), of_gate), dg)
+    if rates is not None:
+        (z, dg) = keep_live(masks, inputs.g[0, :, of_gate].astype(jnp.float32), dg)
+        dg, *of_rates = activation_gradients(z, rates[:1], rates[1:], problem.bound, dg)
+        gradients.rates[:, of_gate] += jnp.concatenate(of_rates)
+    write_live(masks, gradients.g, (0, slice(None), of_gate), dg.astype(gradients.g.dtype))
     left, right = jnp.concatenate([do, -beta * Z]).astype(dtype), jnp.concatenate([x.q_in, x.k_in])
     dstate[h] = x.decay * dS + dot(left, right, COLUMNS_BY_ROWS)
 

@@ -39,7 +39,8 @@ MAX_HEADS = 32
 
 
 class Inputs(NamedTuple):
-    """Arrays of a call, or their blocks in a step. `initial` and `order` where the problem has them."""
+    """Arrays of a call, or their blocks in a step. `initial`, `order` and `rates` where the problem has them; with
+    `rates` (exp(A_log) and dt_bias of every channel) g are the gate's logits."""
 
     q: Float[Array, "B T HK"]
     k: Float[Array, "B T HK"]
@@ -48,6 +49,16 @@ class Inputs(NamedTuple):
     beta: Float[Array, "B T HV"]
     initial: Float[Array, "S HV K V"] | None
     order: Int[Array, "B N 2 C"] | None
+    rates: Float[Array, "2 HVK"] | None
+
+    def rates_of(self, at: slice):
+        """In a step: of one value head's channels."""
+        return None if self.rates is None else self.rates[:, at]
+
+
+def present_in(problem: Problem) -> Inputs:
+    """Which inputs there are."""
+    return Inputs(*(True,) * 5, problem.has_initial, problem.has_order, problem.has_gate)
 
 
 class Outputs(NamedTuple):
@@ -78,7 +89,7 @@ def forward(problem: Problem, scalars: Int32[Array, "F M"], inputs: Inputs, dtyp
     specs, steps, (B, T) = Specs(problem, heads), scalars.shape[1], inputs.q.shape[:2]
     K, V, HV = problem.K, problem.V, problem.HV
     like = functools.partial(shape_of, like=inputs.q)
-    in_specs = Inputs(specs.key, specs.key, specs.value, specs.gate, specs.beta, specs.state, specs.order)
+    in_specs = Inputs(specs.key, specs.key, specs.value, specs.gate, specs.beta, specs.state, specs.order, specs.rates)
     out_specs = [specs.value, specs.state, specs.saved(V, K, lambda m: m), specs.saved(CHUNK, CHUNK, lambda m: m)]
     out_shape = [
         like((B, T, HV * V), inputs.v.dtype), like((problem.states, HV, K, V), jnp.float32),
@@ -108,8 +119,7 @@ def forward(problem: Problem, scalars: Int32[Array, "F M"], inputs: Inputs, dtyp
 def _kernel(scalars, *refs, problem: Problem, heads: int, saves: bool):
     """One step of a block of heads."""
     refs, m = iter(refs), pl.program_id(1)
-    present = (*(True,) * 5, problem.has_initial, problem.has_order)
-    inputs = Inputs(*(next(refs) if here else None for here in present))
+    inputs = Inputs(*(next(refs) if here else None for here in present_in(problem)))
     outputs = Outputs(*(next(refs) for _ in range(4 if saves else 2)))
     scratch, steps = Scratch(*refs), Steps(*(scalars.at[i] for i in range(len(Steps._fields))))
 
@@ -137,7 +147,8 @@ def _intra(h, problem: Problem, heads: int, inputs: Inputs, scratch: Scratch, ma
     dtype, K, key = scratch.P.dtype, problem.K, problem.key_head(h, heads)
     q, k = (x[0, :, key * K : (key + 1) * K] for x in (inputs.q, inputs.k))
     beta = column(inputs.beta[0].astype(jnp.float32), (pl.program_id(0) * heads + h) % LANES)
-    chunk = yield from load_chunk(problem, masks, q, k, inputs.g[0, :, h * K : (h + 1) * K], beta, dtype)
+    at = slice(h * K, (h + 1) * K)
+    chunk = yield from load_chunk(problem, masks, q, k, inputs.g[0, :, at], inputs.rates_of(at), beta, dtype)
     x, L = chunk.products, chunk.beta[:, :CHUNK] * chunk.products.L
     scratch.qk_in[h, :CHUNK], scratch.qk_in[h, CHUNK:], scratch.k_out[h] = x.q_in, x.k_in, x.k_out
     scratch.decay[h] = jnp.broadcast_to(x.decay, scratch.decay.shape[1:])

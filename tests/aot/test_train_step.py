@@ -1,5 +1,5 @@
 """The whole training step of the tiny recipe, compiled for three TPU generations: it lowers, fits, and communicates as
-the sharding table says. The programs use the XLA form of KDA; full-size programs come with the kernels."""
+the sharding table says. KDA is the Pallas kernels."""
 
 import dataclasses
 
@@ -10,8 +10,11 @@ from k3_jax.recipe import load_recipe
 from pallas_kernels.common import aot, tpu
 from tests.models import lower_train_step
 
+# Tracing and lowering a step takes 15 seconds: `make test` checks the facts of one generation.
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("v5p:2x2x2", "v6e:2x4")]
 
-@pytest.mark.parametrize("topology", ["v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"])
+
+@pytest.mark.parametrize("topology", [*SLOW, "tpu7x:2x2x1"])
 def test_tiny_train_step(facts, topology):
     run = load_recipe("configs/tiny.py")
     train = dataclasses.replace(run.train, compute_dtype="bfloat16", grad_accumulation=2)
@@ -22,6 +25,7 @@ def test_tiny_train_step(facts, topology):
     assert {"all-gather", "all-to-all"} <= set(report.collectives)  # weights over fsdp; Muon's blocks to their owners
 
 
+@pytest.mark.slow
 def test_full_size_step_lowers_for_a_pod():
     """2.78T parameters on 4,096 TPU7x cores: shapes, divisibility and sharding of every tensor of the step.
 

@@ -8,7 +8,7 @@ from tests.kernels.kda_cases import IMPLEMENTATIONS
 # The interpreter takes seconds per case: of the Pallas kernels these run by default, the others with the slow tests.
 QUICK_WITH_PALLAS = (
     "golden",
-    "bounded-T33",
+    "bounded-T33-bfloat16",
     "fla-1-T63",
     "fla-9-HV4-of-2",
     "ours-HV6",

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from k3_jax.config import MeshConfig
 from k3_jax.mesh import make_mesh
 from pallas_kernels.common.testing import equations, relative_rms
-from pallas_kernels.kda import chunk_kda
+from pallas_kernels.kda import chunk_kda, kda_from_raw_gate, kda_gate
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 BOUND = -5.0
@@ -52,6 +52,43 @@ def assert_same(actual, expected):
         assert relative_rms(np.asarray(x), np.asarray(y)) < 2e-5
 
 
+RAW_LIMITS = {
+    "float32": dict.fromkeys(range(7), 1e-4),
+    "bfloat16": {0: 8e-3, 1: 8e-3, 2: 8e-3, 3: 3e-2, 4: 2e-2, 5: 2e-2},
+}
+
+
+@pytest.mark.parametrize("bound", [BOUND, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_gate_inside_the_kernel(dtype, bound):
+    """Values and the gradients of q, k, v, z, beta, A_log and dt_bias, against the recurrence with `kda_gate`."""
+    (q, k, v, _, beta), ids = inputs(B=2, T=80, H=1, HV=2, dtype=jnp.dtype(dtype))
+    rng = np.random.default_rng(1)
+    z, A_log, dt_bias = 2 * rng.normal(size=(2, 80, 2, 16)), 0.3 * rng.normal(size=2), rng.normal(size=(2, 16)) - 1
+    arrays = q, k, v, jnp.asarray(z, dtype), beta, jnp.asarray(A_log, jnp.float32), jnp.asarray(dt_bias, jnp.float32)
+
+    def run(op, arrays):
+        def loss(arrays):
+            o, S = op(arrays)
+            return jnp.sum(jnp.sin(o.astype(jnp.float32))) + jnp.sum(S**2)
+
+        return jax.jit(jax.value_and_grad(loss))(arrays)
+
+    def raw(x):
+        return kda_from_raw_gate(*x, segment_ids=ids, gate_lower_bound=bound, implementation="pallas")
+
+    def definition(x):
+        q, k, v, z, beta, A_log, dt_bias = x
+        return chunk_kda(q, k, v, kda_gate(z, A_log, dt_bias, bound), beta, segment_ids=ids, implementation="reference")
+
+    value, actual = run(raw, arrays)
+    expected_value, expected = run(definition, tuple(x.astype(jnp.float32) for x in arrays))
+    np.testing.assert_allclose(value, expected_value, rtol=1e-4 if dtype == "float32" else 1e-2)
+    for i, limit in RAW_LIMITS[dtype].items():
+        assert relative_rms(np.asarray(actual[i]).astype(np.float32), np.asarray(expected[i])) < limit, i
+    assert [x.dtype for x in actual] == [x.dtype for x in arrays]
+
+
 def test_inside_shard_map():
     arrays, ids = inputs(B=2, HV=4, H=2)
     specs = (*(P("data", None, "tensor", *(None,) * (x.ndim - 3)) for x in arrays), P("data"))
@@ -70,7 +107,7 @@ def test_inside_shard_map():
 
 
 @pytest.mark.parametrize("dma_execution_mode", ["eager", pytest.param("on_wait", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("bound", [BOUND, None])
+@pytest.mark.parametrize("bound", [BOUND, pytest.param(None, marks=pytest.mark.slow)])
 def test_without_races_and_with_unset_memory_nan(bound, dma_execution_mode):
     arrays, ids = inputs(B=1, T=130, H=1, HV=2)
     params = pltpu.InterpretParams(

@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch) -> RunConfig:
     return dataclasses.replace(small_run(tmp_path), mesh=MeshConfig())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal_saves_and_stops(run, tmp_path, monkeypatch, number):
     check = loop.Session.check
 
@@ -70,6 +70,7 @@ def test_failed_save_keeps_the_checkpoint_before(run, tmp_path, monkeypatch, cap
     assert sorted(path.name for path in (tmp_path / "work" / "checkpoints").iterdir()) == ["2", "6"]
 
 
+@pytest.mark.slow
 def test_init_starts_from_weights_with_a_fresh_optimizer(run, tmp_path):
     loop.train(run, tmp_path / "first")
     loop.train(run, tmp_path / "second", init=tmp_path / "first")
@@ -91,6 +92,7 @@ def test_changed_data_is_refused(run, tmp_path):
         loop.train(two, tmp_path / "work")
 
 
+@pytest.mark.slow
 def test_context_stages_keep_tokens_per_batch_and_resume_at_a_border(run, tmp_path, monkeypatch):
     """8 rows of 32 tokens, then 4 of 64; a run stopped where the stage changes goes on as the straight one."""
     stages = (ContextStage(start=0.5, sequence_length=64),)
@@ -120,7 +122,7 @@ def test_metrics_survive_a_damaged_line(tmp_path):
     assert [row["step"] for row in read_metrics(path)] == [1, 3]
 
 
-@pytest.mark.parametrize("damage", ["model", "run"])
+@pytest.mark.parametrize("damage", ["model", pytest.param("run", marks=pytest.mark.slow)])
 def test_damaged_checkpoint_is_one_line(run, tmp_path, damage):
     two = dataclasses.replace(run, train=dataclasses.replace(run.train, steps=2))
     loop.train(two, tmp_path / "work")

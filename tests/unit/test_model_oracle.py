@@ -66,6 +66,7 @@ def test_configurations(name):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_93_layers():
     """K3's own layer lists and AttnRes blocks: all rows of the bank live to the end.
 

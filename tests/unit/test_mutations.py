@@ -4,6 +4,8 @@ Each mutation replaces one function by a plausible mistake, most of them made by
 notice is the comparison with the oracle, or with the released model's outputs for mistakes in reading a checkpoint.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from k3_jax.config import ConfigError
 from k3_jax.nn import attn_res, kda, mla, moe, norm, transformer
 from k3_jax.weights import hf_config, reader
 from k3_jax.weights.safetensors import CheckpointError
+from pallas_kernels.kda import chunk_kda, kda_from_raw_gate, kda_gate
 from tests.models import (
     from_named,
     load_golden,
@@ -73,6 +76,16 @@ def per_channel_gate(z, A_log, dt_bias, lower_bound):
     return jnp.swapaxes(swapped, 2, 3)
 
 
+def with_gate(wrong):
+    """The layer's op, its gate replaced; without a bound, so that any gate is safe."""
+
+    @functools.wraps(wrong)
+    def op(q, k, v, z, beta, A_log, dt_bias, *, gate_lower_bound, **options):
+        return chunk_kda(q, k, v, wrong(z, A_log, dt_bias, gate_lower_bound), beta, **options)
+
+    return op
+
+
 def router_in_bf16(self, x, segment_ids):
     """The router's product in bfloat16."""
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.bfloat16), self.router[...].astype(jnp.bfloat16))
@@ -117,7 +130,7 @@ def conv_across_documents(u, weight, segment_ids, context):
 
 def state_across_documents(*args, segment_ids, **kwargs):
     """Only the recurrent state crosses."""
-    return chunk_kda(*args, segment_ids=one_document(segment_ids), **kwargs)
+    return kda_from_raw_gate(*args, segment_ids=one_document(segment_ids), **kwargs)
 
 
 def attention_across_documents(q, k, v, q_position, k_position, q_segment, k_segment, scale):
@@ -155,16 +168,16 @@ def scale_of_the_latent(q, k, v, *args):
     return attend(q, k, v, *args[:-1], CONFIG.mla.cache_dim**-0.5)
 
 
-kda_gate, chunk_kda, short_conv, gated_rms_norm = kda.kda_gate, kda.chunk_kda, kda.short_conv, kda.gated_rms_norm
+short_conv, gated_rms_norm = kda.short_conv, kda.gated_rms_norm
 attend, output, rms_norm = mla.blockwise_attention, mla.MLA._output, norm.rms_norm
 choose, project = moe._choose, moe.project
 
 # (object, attribute, what replaces it, weights that show it)
 MUTATIONS = [
-    (kda, "kda_gate", clamped_softplus_gate, "normal"),
-    (kda, "kda_gate", per_channel_gate, "normal"),
+    (kda, "kda_from_raw_gate", with_gate(clamped_softplus_gate), "normal"),
+    (kda, "kda_from_raw_gate", with_gate(per_channel_gate), "normal"),
     (kda, "short_conv", conv_across_documents, "normal"),
-    (kda, "chunk_kda", state_across_documents, "normal"),
+    (kda, "kda_from_raw_gate", state_across_documents, "normal"),
     (kda, "gated_rms_norm", silu_gate, "normal"),
     (kda, "l2_norm", l2_epsilon_on_the_mean, "small"),
     (kda, "l2_norm", l2_epsilon_as_a_floor, "small"),
