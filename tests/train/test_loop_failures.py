@@ -84,6 +84,7 @@ def test_init_starts_from_weights_with_a_fresh_optimizer(run, tmp_path):
     assert not (tmp_path / "third").exists()
 
 
+@pytest.mark.slow
 def test_changed_data_is_refused(run, tmp_path):
     two = dataclasses.replace(run, train=dataclasses.replace(run.train, steps=2))
     loop.train(two, tmp_path / "work")

@@ -73,6 +73,7 @@ def test_router_bias_moves_after_the_step_only(run, one_device):
     assert float(metrics["expert_load_max"]) >= float(metrics["expert_load_max_mean"]) >= 1
 
 
+@pytest.mark.slow
 def test_qk_clip_scales_heads_over_the_threshold(run, one_device):
     clipped = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, qk_clip=1e-6))
     batch, name = micro_batches(batch_of(run), 2), "layers.2.mla.q_b"
@@ -82,6 +83,7 @@ def test_qk_clip_scales_heads_over_the_threshold(run, one_device):
     assert b < 0.1 * a
 
 
+@pytest.mark.slow
 def test_bfloat16_step_follows_float32(run, one_device):
     """The same first losses up to rounding; parameters and optimizer state stay float32."""
     losses = {}
