@@ -2,7 +2,7 @@
 
 Command:    k3 train --config configs/tiny.py --workdir runs/tiny
 Hardware:   any CPU; meant for 2 cores
-Wall time:  7 minutes on 2 cores, compiling included (measured)
+Wall time:  under 10 minutes on 2 cores, installing and compiling included (measured, tests running beside it)
 Expected:   held-out loss 1.40 nats per byte (measured); n-gram models of the same bytes: trigram 1.89, 4-gram 1.54
 Parameters: 2,739,236 total, 1,821,732 active per token
 

@@ -61,7 +61,7 @@ class Specs:
 
     def __init__(self, problem: Problem, heads: int):
         p, group = problem, problem.group
-        self.heads, self.problem = heads, problem
+        self.heads = heads
         self.key = self.rows(max(1, heads // group) * p.K, lambda h: h if heads >= group else h * heads // group)
         self.value, self.gate = self.rows(heads * p.V), self.rows(heads * p.K)
         self.beta = self.rows(min(p.HV, LANES), lambda h: h * heads // LANES)

@@ -22,13 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.kda.gate import GATE_FLOOR
 from pallas_kernels.kda.reference import token_owner, vary_alike
 from pallas_kernels.kda.steps import segment_order
 
 CHUNK = 16
-# Below this log-decay a channel keeps 1e-13 of its state: zero in float32. The floor keeps the sums of g finite
-# whatever a gate does: they are matrix products with zeros and ones, and 0 * inf is NaN.
-GATE_FLOOR = -30.0
 
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 _ROW, _COLUMN = np.indices((CHUNK, CHUNK))

@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+# Below this log-decay a channel keeps 1e-13 of its state: zero in float32. The floor keeps the sums of g finite
+# whatever a gate does: they are matrix products with zeros and ones, and 0 * inf is NaN.
+GATE_FLOOR = -30.0
+
 
 def kda_gate(
     z: Float[Array, "B T H K"],

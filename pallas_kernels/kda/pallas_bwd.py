@@ -35,8 +35,8 @@ from pallas_kernels.kda.blocks import (
     masks_of,
     shape_of,
     write_live,
-)  # fmt: skip
-from pallas_kernels.kda.gate import activation_gradients
+)
+from pallas_kernels.kda.gate import GATE_FLOOR, activation_gradients
 from pallas_kernels.kda.pallas_fwd import Inputs, Outputs, present_in
 from pallas_kernels.kda.steps import CHUNK, Steps
 from pallas_kernels.kda.tiles import COLUMNS_BY_ROWS, ROWS_BY_ROWS, Cotangents, dot, iota
@@ -162,7 +162,7 @@ def _head(h, problem: Problem, heads: int, inputs: Inputs, saved: Saved, gradien
     Z = dot(A, dU.astype(dtype), COLUMNS_BY_ROWS)
     yield
     write_live(masks, gradients.v, (0, slice(None), of_value), (beta * Z).astype(gradients.v.dtype))
-    d = yield from _cotangents(do, beta * Z, Z, U, S, dS, chunk.beta, masks, dtype)
+    d = yield from _cotangents(do, beta * Z, Z, U, S, dS, masks, dtype)
     dbeta = jnp.sum(Z * error, axis=1, keepdims=True) + jnp.sum(d.L * x.L, axis=1, keepdims=True)
     write_live(masks, gradients.beta, (0, 0, slice(None), slice(h, h + 1)), dbeta)
     d = d._replace(L=chunk.beta[:, :CHUNK] * d.L)
@@ -177,7 +177,7 @@ def _head(h, problem: Problem, heads: int, inputs: Inputs, saved: Saved, gradien
     dG = chunk.q * by.q + chunk.k * (by.k_row - by.k_column)
     dg = tiles.running_sum(iota(1) >= iota(0), dG, dtype) + at_end
     if problem.bound is None:
-        dg = jnp.where(chunk.g < tiles.GATE_FLOOR, 0.0, dg)
+        dg = jnp.where(chunk.g < GATE_FLOOR, 0.0, dg)
     if rates is not None:
         (z, dg) = keep_live(masks, inputs.g[0, :, of_gate].astype(jnp.float32), dg)
         dg, *of_rates = activation_gradients(z, rates[:1], rates[1:], problem.bound, dg)
@@ -187,7 +187,7 @@ def _head(h, problem: Problem, heads: int, inputs: Inputs, saved: Saved, gradien
     dstate[h] = x.decay * dS + dot(left, right, COLUMNS_BY_ROWS)
 
 
-def _cotangents(do, dv, Z, U, S, dS, beta, masks, dtype):
+def _cotangents(do, dv, Z, U, S, dS, masks, dtype):
     """Of the chunk's products; L's is without beta's factor."""
     row, col = iota(0), iota(1)
     both = dot(jnp.concatenate([do, -Z]).astype(dtype), U.astype(dtype), ROWS_BY_ROWS)

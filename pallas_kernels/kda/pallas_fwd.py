@@ -30,7 +30,7 @@ from pallas_kernels.kda.blocks import (
     masks_of,
     shape_of,
     write_live,
-)  # fmt: skip
+)
 from pallas_kernels.kda.steps import CHUNK, Steps
 from pallas_kernels.kda.tiles import COLUMNS_BY_ROWS, ROWS_BY_ROWS, TILE, dot
 

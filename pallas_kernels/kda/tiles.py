@@ -19,12 +19,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels.kda.gate import GATE_FLOOR
 from pallas_kernels.kda.steps import CHUNK
 
 TILE = 16
 LOG2E = math.log2(math.e)
-# exp(-30) is zero in float32 beside anything that is kept.
-GATE_FLOOR = -30.0
 ROWS_BY_ROWS, COLUMNS_BY_ROWS = ((1,), (1,)), ((0,), (0,))
 
 

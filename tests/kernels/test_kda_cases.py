@@ -22,14 +22,18 @@ LIMITS = {
         "plain": (2e-5, 1e-4),
         "steep": (2e-5, dict.fromkeys(FLA, 1e-4) | {"g": 2e-4}),
         "correlated": (1e-4, 1e-4),
+        "alternating": (1e-4, 1e-4),
         "copies": (1e-4, 1e-4),
         "forgetful": (1e-5, 1e-4),
     },
-    # Of steep ones and of copies it is asked to be finite: rounding the factors of L, of norm 120, already loses 5 %.
+    # Of keys that alternate in sign, and of beta's gradient for copies, it is asked to be finite: rounding the factors
+    # of L, of norm 120, already loses 5 %.
     ("pallas", "bfloat16"): {
         "plain": (5e-3, FLA),
-        "steep": (1e-1, 3e-1),
+        "alike": (2e-2, 2e-2),
         "correlated": (3e-2, 3e-2),
+        "alternating": (1e-1, 3e-1),
+        "reflected": (1e-1, 3e-1),
         "copies": (3e-2, dict.fromkeys(FLA, 3e-2) | {"beta": 2.0}),
     },
     # It rounds inputs and outputs only.
@@ -38,6 +42,8 @@ LIMITS = {
         "steep": (2e-5, 1e-4),
         "raw": (2e-5, 1e-4),
         "correlated": (5e-6, 3e-5),
+        "alternating": (5e-6, 3e-5),
+        "reflected": (2e-5, 1e-4),
         "copies": (5e-6, 3e-5),
     },
     ("xla", "bfloat16"): {
@@ -45,6 +51,8 @@ LIMITS = {
         "steep": ({"o": 3e-3, "final_state": 2e-5}, 3e-3),
         "correlated": ({"o": 3e-3, "final_state": 5e-6}, 3e-3),
         "grouped": ({"o": 3e-3, "final_state": 2e-6}, 5e-3),  # the value heads of a key head are added in bfloat16
+        "alternating": ({"o": 3e-3, "final_state": 5e-6}, 3e-3),
+        "reflected": ({"o": 3e-3, "final_state": 2e-5}, 3e-3),
         "copies": ({"o": 3e-3, "final_state": 5e-6}, 3e-3),
     },
 }

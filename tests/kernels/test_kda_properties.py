@@ -78,7 +78,12 @@ def test_combine_equals_running(implementation, bound):
     right = functools.reduce(kda_combine, reversed(parts))
     _, expected = jitted(implementation, bound)(*tokens, initial_state=initial)
     for M, S in (left, right):
-        assert_close("state", jnp.einsum("bhij,bhjv->bhiv", M, initial) + S, expected, 1e-5)
+        assert_close(
+            "state",
+            jnp.einsum("bhij,bhjv->bhiv", M, initial) + S,
+            expected,
+            1e-5 if implementation == "pallas" else 2e-6,
+        )
 
 
 def test_small_cotangents_survive_the_bound(implementation):
@@ -89,7 +94,9 @@ def test_small_cotangents_survive_the_bound(implementation):
     d = jax.random.normal(jax.random.key(1), v.shape), jax.random.normal(jax.random.key(2), (1, 1, 16, 24))
     _, large = outputs_and_gradients(jitted(implementation, -5.0), arguments, d)
     _, small = outputs_and_gradients(jitted(implementation, -5.0), arguments, tuple(x * 2.0**-40 for x in d))
-    assert_gradients_close({name: 2.0**40 * x for name, x in small.items()}, large, 1e-6)
+    assert_gradients_close(
+        {name: 2.0**40 * x for name, x in small.items()}, large, 1e-6 if implementation == "pallas" else 1e-7
+    )
 
 
 @with_reference
