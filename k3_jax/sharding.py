@@ -104,14 +104,3 @@ def sum_over(letters: str, x: jax.Array) -> jax.Array:
 def max_over(letters: str, x: jax.Array) -> jax.Array:
     """Inside `local`: the maximum over the shards of these letters (no gradient)."""
     return jax.lax.pmax(x, _mesh_axes(letters)) if has_mesh() else x
-
-
-def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Inside `local`: arrays marked as different on every shard where one of them is.
-
-    A custom_vjp needs this: its gradients differ on all those shards, and undoing the mark sums them.
-    """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    axes = frozenset().union(*varying)
-    missing = [tuple(axes - v) for v in varying]
-    return [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]

@@ -20,7 +20,7 @@ def param(rngs: nnx.Rngs, init: Init, shape: tuple[int, ...], letters: str, dtyp
     return nnx.Param(sharding.place(init(rngs.params(), shape, dtype), sharding.stored(letters)))
 
 
-def project(subscripts: str, x: Array, weight: nnx.Param, letters: str, out: str) -> Array:
+def project(subscripts: str, x: Array, weight: nnx.Param | Array, letters: str, out: str) -> Array:
     """`einsum(subscripts, x, weight)` in x's dtype with float32 accumulation. `letters` name the weight's axes."""
     used = sharding.use(weight[...], letters, x.dtype)
     return sharding.einsum(subscripts, x, used, out=out, precision=precision(x.dtype))

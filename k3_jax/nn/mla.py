@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from k3_jax import sharding
 from k3_jax.config import K3Config
-from k3_jax.nn.attention import blockwise_attention
 from k3_jax.nn.init import normal, ones
 from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import rms_norm
 from k3_jax.sharding import precision
+from pallas_kernels.attention.api import blockwise_attention, mla_attention
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["latent"], meta_fields=[])
@@ -57,11 +57,9 @@ class MLA(nnx.Module):
         c, latent = self.config.mla, self._latent(x)
         kv = project("btc,chn->bthn", latent[..., : c.kv_lora_rank], self.kv_b, "LH_", "BTH_")
         attend = sharding.local(
-            partial(_expanded, split=c.qk_nope_head_dim, scale=c.qk_head_dim**-0.5),
-            ("BTH_", "BTH_", "BT_", "BT"),
-            ("BTH_", "H"),
+            partial(_expanded, scale=c.qk_head_dim**-0.5), ("BTH_", "BTH_", "BTH_", "BT_", "BT"), ("BTH_", "H")
         )
-        o, peak = attend(self._query(x), kv, latent[..., c.kv_lora_rank :], segment_ids)
+        o, peak = attend(*self._query(x), kv, latent[..., c.kv_lora_rank :], segment_ids)
         return self._output(x, o), peak
 
     def extend(
@@ -70,8 +68,7 @@ class MLA(nnx.Module):
         """Inference form: T new positions per row after `start` cached ones. `valid` < 0 marks right padding,
         which is neither cached nor attended to. Raises nothing when the cache is full: the caller checks."""
         c, dtype = self.config.mla, x.dtype
-        q, kv_b = self._query(x), sharding.use(self.kv_b[...], "LH_", dtype)
-        q_nope, q_pe = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
+        (q_nope, q_pe), kv_b = self._query(x), sharding.use(self.kv_b[...], "LH_", dtype)
         absorbed = sharding.einsum(
             "bthn,chn->bthc", q_nope, kv_b[..., : c.qk_nope_head_dim], out="BTH_", precision=precision(dtype)
         )
@@ -88,11 +85,14 @@ class MLA(nnx.Module):
         )
         return self._output(x, o), MLACache(latent)
 
-    def _query(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
+    def _query(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H N"], Float[Array, "B T H R"]]:
+        """Its two parts, each a product of its own: the kernels take them apart, and a weight is cheaper to cut."""
         q = rms_norm(
             project("btd,dq->btq", x, self.q_a, "D_", "BT_"), self.q_a_norm[...], self.config.mla.latent_norm_eps
         )
-        return project("btq,qhk->bthk", q, self.q_b, "LH_", "BTH_")
+        weights = jnp.split(self.q_b[...], [self.config.mla.qk_nope_head_dim], axis=-1)
+        nope, pe = (project("btq,qhk->bthk", q, weight, "LH_", "BTH_") for weight in weights)
+        return nope, pe
 
     def _latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T CR"]:
         """[rms(c) | k_pe]: the extra key is neither normalised nor rotated."""
@@ -106,15 +106,10 @@ class MLA(nnx.Module):
         return project("bthv,hvd->btd", o * gate, self.o, "HVD", "BTD")
 
 
-def _expanded(q, kv, k_pe, segment_ids, *, split: int, scale: float):
+def _expanded(q_nope, q_pe, kv, k_pe, segment_ids, *, scale: float):
     """Causal attention within documents; every head sees the same extra key."""
-    k_pe = jnp.broadcast_to(k_pe[:, :, None], (*kv.shape[:3], k_pe.shape[-1]))
-    k = jnp.concatenate([kv[..., :split], k_pe], axis=-1)
-    position = jnp.broadcast_to(jnp.arange(q.shape[1])[None], segment_ids.shape)
-    o, peak = blockwise_attention(
-        q[:, :, :, None], k, kv[..., split:], position, position, segment_ids, segment_ids, scale
-    )
-    return o[:, :, :, 0], sharding.max_over("BT", peak[:, 0])
+    o, peak = mla_attention(q_nope, q_pe, kv, k_pe, segment_ids, scale=scale)
+    return o, sharding.max_over("BT", peak)
 
 
 def _absorbed(q, new, valid, start, latent, *, rank: int, scale: float):

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from k3_jax.sharding import precision, vary_alike
+from k3_jax.sharding import precision
+from pallas_kernels.common.dispatch import vary_alike
 
 BLOCK = 128
 

@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.common.dispatch import on_tpu
 from pallas_kernels.kda import chunked, pallas, reference
 from pallas_kernels.kda.gate import activate, check_gate
 from pallas_kernels.kda.reference import kda_combine
@@ -102,7 +102,7 @@ def _run(arguments, gate, scale, initial_state, segment_ids, segment_offsets, ga
     if q.shape[1] == 0:
         return v, _initial(initial_state, k, v, segment_offsets)
     options = {"scale": k.shape[-1] ** -0.5 if scale is None else scale, "initial_state": initial_state}
-    implementation = implementation or _default()
+    implementation = implementation or ("pallas" if on_tpu() else "xla")
     if gate is not None and implementation != "pallas":
         g = activate(g.astype(jnp.float32), gate[0][None, None, :, None], gate[1][None, None], gate_lower_bound)
 
@@ -131,12 +131,6 @@ def _run(arguments, gate, scale, initial_state, segment_ids, segment_offsets, ga
 def _check_bound(bound):
     if not LOWEST_GATE_BOUND <= bound < 0:
         raise ValueError(f"gate_lower_bound = {bound}: expected {LOWEST_GATE_BOUND} <= bound < 0, or None")
-
-
-def _default() -> Implementation:
-    mesh = jax.sharding.get_abstract_mesh()
-    platform = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
-    return "pallas" if platform == "tpu" else "xla"
 
 
 def recurrent_kda(

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.common.dispatch import vary_alike
 from pallas_kernels.kda.gate import GATE_FLOOR
-from pallas_kernels.kda.reference import token_owner, vary_alike
+from pallas_kernels.kda.reference import token_owner
 from pallas_kernels.kda.steps import segment_order
 
 CHUNK = 16

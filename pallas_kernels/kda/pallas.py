@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.common.dispatch import vary_alike
 from pallas_kernels.kda.blocks import LANES, Problem
 from pallas_kernels.kda.pallas_bwd import backward
 from pallas_kernels.kda.pallas_fwd import Inputs, Outputs, forward, present_in
-from pallas_kernels.kda.reference import vary_alike
 from pallas_kernels.kda.steps import CHUNK, Steps, segment_order, steps_of_rows, steps_of_segments
 
 
@@ -62,7 +62,7 @@ def chunk_kda_pallas(
     q, k, v, g = _flat(q, channels), _flat(k, channels), _flat(v, values), _flat(g, channels)
     inputs = Inputs(q, k, v, g, beta, initial_state, order, rates)
     present = tuple(x for x in (jnp.stack(steps), *inputs) if x is not None)
-    o, final = _kda(problem, *_with_none(problem, vary_alike(*present, like=())))
+    o, final = _kda(problem, *_with_none(problem, vary_alike(*present)))
     return o.reshape(B, T, HV, values)[..., :V], final[:, :, :K, :V]
 
 

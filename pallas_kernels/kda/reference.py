@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.common.dispatch import vary_alike
+
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -122,16 +124,6 @@ def token_owner(segment_offsets: Int[Array, "N1"], length: int) -> tuple[Int[Arr
     owner = jnp.sum(position[:, None] >= segment_offsets[None, 1:], axis=1, dtype=jnp.int32)
     valid = (position >= segment_offsets[0]) & (position < segment_offsets[-1])
     return jnp.clip(owner, 0, max(segments - 1, 0)), valid
-
-
-def vary_alike(*arrays: Array, like: tuple[Array, ...]) -> tuple[Array, ...]:
-    """`arrays` marked as varying over every manual mesh axis over which any of them or of `like` varies.
-
-    Inside jax.shard_map a scan's carry must enter with the type with which it leaves; elsewhere this does nothing.
-    """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in (*arrays, *like)))
-    missing = [tuple(axes - jax.typeof(x).manual_axis_type.varying) for x in arrays]
-    return tuple(jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True))
 
 
 def _tokens(q, k, v, g, beta, scale, valid):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,9 @@ from tests.train.small_run import losses, small_run
 
 @pytest.fixture
 def run(tmp_path) -> RunConfig:
-    return small_run(tmp_path)
+    """16 steps on 8 devices, a checkpoint after every 4."""
+    run = small_run(tmp_path)
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, steps=16, checkpoint_every=4))
 
 
 def arrays(workdir, step, item) -> dict[str, np.ndarray]:
@@ -50,21 +51,28 @@ def killed_at(step: int, run: RunConfig, workdir: Path) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-def test_killed_run_continues_bit_for_bit(run, tmp_path, monkeypatch):
-    """16 steps at once; killed with -9 after 11, of which the first 4 or 8 are saved; and the rest on four devices."""
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, steps=16, checkpoint_every=4))
+def test_killed_run_continues_bit_for_bit(run, tmp_path):
+    """16 steps at once; and killed with -9 after 11, of which the first 4 or 8 are saved."""
     loop.train(run, tmp_path / "straight")
     killed_at(11, run, tmp_path / "killed")
     assert find_step(tmp_path / "killed").name in ("4", "8")  # the second may still be being written
-    shutil.copytree(tmp_path / "killed", tmp_path / "moved")
     loop.train(run, tmp_path / "killed")
-
     assert losses(tmp_path / "straight") == losses(tmp_path / "killed")
     for item in (MODEL, OPTIMIZER):
         a, b = arrays(tmp_path / "straight", 16, item), arrays(tmp_path / "killed", 16, item)
         assert a.keys() == b.keys()
         assert all(np.array_equal(a[name], b[name]) for name in a)
 
+    other = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, learning_rate=2e-2))
+    with pytest.raises(ConfigError, match="optimizer.learning_rate"):
+        loop.train(other, tmp_path / "killed")
+
+
+@pytest.mark.slow
+def test_run_continues_on_other_devices(run, tmp_path, monkeypatch):
+    """16 steps on eight devices; and killed with -9 after 11, with the rest on four."""
+    loop.train(run, tmp_path / "straight")
+    killed_at(11, run, tmp_path / "moved")
     four = dataclasses.replace(run, mesh=MeshConfig(fsdp=2, tensor=2))
     monkeypatch.setattr(loop, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:4]))
     loop.train(four, tmp_path / "moved")
@@ -72,10 +80,6 @@ def test_killed_run_continues_bit_for_bit(run, tmp_path, monkeypatch):
         straight, moved = losses(tmp_path / "straight", name), losses(tmp_path / "moved", name)
         assert straight.keys() == moved.keys()
         assert all(abs(moved[step] - loss) < 1e-4 for step, loss in straight.items())
-
-    other = dataclasses.replace(four, optimizer=dataclasses.replace(run.optimizer, learning_rate=2e-2))
-    with pytest.raises(ConfigError, match="optimizer.learning_rate"):
-        loop.train(other, tmp_path / "killed")
 
 
 def test_batch_that_does_not_split_is_refused(run, tmp_path):

@@ -12,6 +12,7 @@ from k3_jax.nn.layout import to_layers
 from k3_jax.train.packing import Batch
 from k3_jax.train.state import TrainState, new_model, start
 from k3_jax.train.step import accumulate, make_train_step, micro_batches
+from tests.models import quick_jit
 from tests.train.small_run import small_run
 
 
@@ -41,7 +42,7 @@ def batch_of(run: RunConfig, seed: int = 0) -> Batch:
 
 def gradients(run: RunConfig, model, batch: Batch, count: int):
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, grad_accumulation=count))
-    loss, grads, reports = jax.jit(lambda model, batch: accumulate(run, model, batch))(
+    loss, grads, reports = quick_jit(lambda model, batch: accumulate(run, model, batch))(
         model, micro_batches(batch, count)
     )
     return float(loss), jax.device_get(to_layers(grads, run.model)), jax.device_get(reports)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3_jax.nn.attention import blockwise_attention
 from k3_jax.nn.mla import init_cache
+from pallas_kernels.attention.api import blockwise_attention
 from pallas_kernels.common.testing import assert_close, assert_gradients_close, equations, outputs_and_gradients
 from tests.models import make_model, tiny_config
 

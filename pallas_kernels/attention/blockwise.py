@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from k3_jax.sharding import precision
-
 BLOCK = 512
 NEGATIVE = -1e30  # finite, so that a row without keys gives 0 and not NaN
 
@@ -63,7 +61,7 @@ def _attend_block(query, keys, *, scale):
     def step(carry, key):
         m, total, acc = carry
         k, v, k_position, k_segment = key
-        exact = precision(q.dtype)
+        exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
         s = jnp.einsum("btgmk,bsgk->bgmts", q, k, precision=exact, preferred_element_type=jnp.float32) * scale
         allowed = (q_segment[:, :, None] == k_segment[:, None, :]) & (q_position[:, :, None] >= k_position[:, None, :])
         allowed = allowed & (q_segment >= 0)[:, :, None]

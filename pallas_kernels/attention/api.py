@@ -1,0 +1,83 @@
+"""The public operation: validation and choice of implementation."""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention import pallas
+from pallas_kernels.attention.blockwise import blockwise_attention
+from pallas_kernels.common.dispatch import on_tpu
+
+__all__ = ["Implementation", "blockwise_attention", "mla_attention"]
+
+Implementation = Literal["xla", "pallas"]
+
+
+def mla_attention(
+    q_nope: Float[Array, "B T H N"],
+    q_pe: Float[Array, "B T H R"],
+    kv: Float[Array, "B T H NV"],
+    k_pe: Float[Array, "B T R"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
+    """Causal attention of Gated MLA in its expanded form (report §2.1.2), within segments. Per head:
+
+        o_t = sum_s softmax_s(scale (<q_nope_t, k_nope_s> + <q_pe_t, k_pe_s>)) v_s,   s <= t of the same segment
+
+    Arguments:
+        q_nope, q_pe      the two parts of the queries.
+        kv                [k_nope | v], the expanded latents.
+        k_pe              the extra part of the keys, the same for all heads.
+        segment_ids       int32: tokens attend within their number. Negative is padding, whose output is 0. None: one
+                          segment.
+        implementation    "xla" (blocks of 512) or "pallas" (for TPU; R up to 64; products in kv's type). None chooses:
+                          "pallas" where the mesh, or else the default backend, is a TPU, "xla" elsewhere.
+
+    Returns the outputs in kv's type, accumulated in float32, and the largest logit of every head, without gradient.
+    Nothing of size T x T is made, forward or backward. Raises ValueError naming the argument.
+    """
+    _check(q_nope, q_pe, kv, k_pe, segment_ids)
+    match implementation or ("pallas" if on_tpu() else "xla"):
+        case "xla":
+            return _expanded(q_nope, q_pe, kv, k_pe, segment_ids, scale)
+        case "pallas":
+            if q_pe.shape[3] > pallas.HALF:
+                raise ValueError(f"q_pe.shape = {q_pe.shape}: expected R <= {pallas.HALF} for 'pallas'")
+            return pallas.mla_attention_pallas(q_nope, q_pe, kv, k_pe, segment_ids, scale=scale)
+        case _:
+            raise ValueError(f"implementation = {implementation!r}: expected None, 'xla' or 'pallas'")
+
+
+def _expanded(q_nope, q_pe, kv, k_pe, segment_ids, scale):
+    (B, T, H, N) = q_nope.shape
+    k = jnp.concatenate([kv[..., :N], jnp.broadcast_to(k_pe[:, :, None], (B, T, H, k_pe.shape[2]))], axis=-1)
+    q = jnp.concatenate([q_nope, q_pe], axis=-1)[:, :, :, None]
+    segment = jnp.zeros((B, T), jnp.int32) if segment_ids is None else segment_ids
+    position = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    o, peak = blockwise_attention(q, k, kv[..., N:], position, position, segment, segment, scale)
+    return o[:, :, :, 0], peak[:, 0]
+
+
+def _check(q_nope, q_pe, kv, k_pe, segment_ids):
+    for name, x, rank in (("q_nope", q_nope, 4), ("q_pe", q_pe, 4), ("kv", kv, 4), ("k_pe", k_pe, 3)):
+        if x.ndim != rank:
+            raise ValueError(f"{name}.shape = {x.shape}: expected {rank} dimensions")
+    B, T, H, N = q_nope.shape
+    R = k_pe.shape[2]
+    for name, x, expected in (
+        ("q_pe", q_pe, (B, T, H, R)),
+        ("k_pe", k_pe, (B, T, R)),
+        ("kv", kv, (B, T, H, kv.shape[3])),
+    ):
+        if x.shape != expected:
+            raise ValueError(f"{name}.shape = {x.shape}: expected {expected} for q_nope {q_nope.shape}")
+    if kv.shape[3] <= N:
+        raise ValueError(
+            f"kv.shape = {kv.shape}: expected more than {N} channels, the keys', for q_nope {q_nope.shape}"
+        )
+    if segment_ids is not None and segment_ids.shape != (B, T):
+        raise ValueError(f"segment_ids.shape = {segment_ids.shape}: expected {(B, T)} for q_nope {q_nope.shape}")

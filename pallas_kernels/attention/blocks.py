@@ -1,0 +1,126 @@
+"""What the forward and the backward kernel share: sizes, how arrays are cut into blocks, and scores of a tile.
+
+Two heads make a step, so that every block is a whole number of lanes: the extra part of a query is half a lane tile
+wide. A query is [nope | extra of both heads] and a key [nope | extra, in its head's half], both N + 128 wide, as deep
+as the matrix unit. Scores stand transposed, [keys, queries]: the maximum and the sum over keys are then elementwise,
+and what belongs to a query is a row.
+"""
+
+import math
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.steps import Steps
+
+HEADS = 2
+LANES = 128
+HALF = LANES // HEADS
+TILE = 256  # queries or keys that are worked on together
+NEGATIVE = -1e30  # finite: a query without keys gives 0 and not NaN
+LOG2E = math.log2(math.e)
+ROWS_BY_ROWS, COLUMNS_BY_ROWS = ((1,), (1,)), ((0,), (0,))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call, static: N, V widths of keys and values (multiples of 128), `block` of queries and of keys."""
+
+    N: int
+    V: int
+    scale: float
+    block: int
+    has_segments: bool
+
+    def tiles(self, size: int = TILE) -> list[slice]:
+        size = size if self.block % size == 0 else LANES
+        return [slice(i, i + size) for i in range(0, self.block, size)]
+
+
+class Inputs(NamedTuple):
+    """Arrays of a call, or their blocks in a step; Hp pairs of heads. `extra` is [k_pe | 0 | 0 | k_pe]."""
+
+    q_nope: Float[Array, "B T HpN2"]
+    q_pe: Float[Array, "B T HpR2"]
+    kv: Float[Array, "B T HpNV2"]
+    extra: Float[Array, "B T 256"]
+    q_segment: Int[Array, "B 1 T"] | None
+    k_segment: Int[Array, "B 1 T"] | None
+
+    def query(self, problem: Problem, h: int, rows: slice) -> Float[Array, "t NR"]:
+        """In a step: of head h of the pair."""
+        nope = self.q_nope[0, rows, h * problem.N : (h + 1) * problem.N]
+        return jnp.concatenate([nope, self.q_pe[0, rows]], axis=1)
+
+    def key(self, problem: Problem, h: int, rows: slice) -> Float[Array, "t NR"]:
+        start = h * (problem.N + problem.V)
+        return jnp.concatenate(
+            [self.kv[0, rows, start : start + problem.N], self.extra[0, rows, h * LANES : (h + 1) * LANES]], axis=1
+        )
+
+    def value(self, problem: Problem, h: int, rows: slice) -> Float[Array, "t V"]:
+        end = (h + 1) * (problem.N + problem.V)
+        return self.kv[0, rows, end - problem.V : end]
+
+
+class Specs:
+    """Blocks of the grid (row, pair of heads, step); the steps are prefetched scalars [B F, M]."""
+
+    def __init__(self, problem: Problem):
+        p = problem
+        self.block = p.block
+        self.inputs = Inputs(
+            q_nope=self.rows("q", HEADS * p.N),
+            q_pe=self.rows("q", LANES),
+            kv=self.rows("k", HEADS * (p.N + p.V)),
+            extra=pl.BlockSpec((1, p.block, HEADS * LANES), lambda b, h, m, s: (b, field(s, b, m, "k"), 0)),
+            q_segment=self.segment("q"),
+            k_segment=self.segment("k"),
+        )
+
+    def rows(self, of: str, width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, self.block, width), lambda b, h, m, s: (b, field(s, b, m, of), h))
+
+    def segment(self, of: str) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, self.block), lambda b, h, m, s: (b, 0, field(s, b, m, of)))
+
+    def statistics(self, of: str = "q") -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, 8, self.block), lambda b, h, m, s: (b, h, 0, field(s, b, m, of)))
+
+
+def field(scalars, b, m, name: str):
+    return scalars[b * len(Steps._fields) + Steps._fields.index(name), m]
+
+
+def dot(a, b, contract=((1,), (0,))) -> Float[Array, "_ _"]:
+    """A product with float32 sums, and of float32 operands in full precision."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def stagger(programs: Iterable[Generator], stride: int) -> None:
+    """Run generators in turns, the next one starting `stride` turns after the one before: different parts of a few of
+    them then stand side by side in the kernel's program, and the scheduler finds work for every unit."""
+    waiting, running, done, turn = list(programs), [], object(), 0
+    while waiting or running:
+        if waiting and turn % stride == 0:
+            running.append(waiting.pop(0))
+        running = [program for program in running if next(program, done) is not done]
+        turn += 1
+
+
+def allowed(inputs: Inputs, distance, queries: slice, keys: slice) -> Array:
+    """[keys, queries]: which pairs attend. `distance` is how many tokens the first query is after the first key."""
+    shape = keys.stop - keys.start, queries.stop - queries.start
+    key, query = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    pairs = query + (queries.start - keys.start) + distance >= key
+    if inputs.q_segment is None:
+        return pairs
+    of_query = inputs.q_segment[0, :, queries]
+    of_key = jnp.broadcast_to(inputs.k_segment[0, :, keys], (LANES, shape[0])).T[:, :1]
+    return pairs & (of_key == of_query) & (of_query >= 0)

@@ -1,0 +1,120 @@
+"""The Pallas form of `mla_attention`: from the public arrays to the kernels' blocks and back, and its custom gradient.
+
+Saved for the backward pass beyond the inputs: the output and, per token and head, the sum of exponentials (4 bytes).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.blocks import HALF, HEADS, LANES, Inputs, Problem
+from pallas_kernels.attention.pallas_bwd import KeyGradients, Saved, backward
+from pallas_kernels.attention.pallas_fwd import forward
+from pallas_kernels.attention.steps import Steps, by_keys, by_queries, pairs_of
+from pallas_kernels.common.dispatch import vary_alike
+
+BLOCK = 1024
+SPAN = 8  # blocks of queries whose gradients are summed in VMEM
+
+
+def mla_attention_pallas(
+    q_nope: Float[Array, "B T H N"],
+    q_pe: Float[Array, "B T H R"],
+    kv: Float[Array, "B T H NV"],
+    k_pe: Float[Array, "B T R"],
+    segment_ids: Int[Array, "B T"] | None,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
+    """Arguments and results as in `api.mla_attention`; N and V are padded to whole lanes, H to pairs."""
+    (B, T, H, N), V = q_nope.shape, kv.shape[-1] - q_nope.shape[-1]
+    wide_n, wide_v = (-(-x // LANES) * LANES for x in (N, V))
+    block = min(BLOCK, -(-T // LANES) * LANES)
+    if segment_ids is None and T % block:
+        segment_ids = jnp.zeros((B, T), jnp.int32)
+    rows = (0, -T % block)
+
+    def flat(x, width):
+        """[B, T, H, _] with every part filled up, heads side by side."""
+        x = jnp.pad(x, ((0, 0), rows, (0, H % HEADS), (0, width - x.shape[3])))
+        return x.reshape(*x.shape[:2], -1)
+
+    def flat_pair(x):
+        k, v = jnp.split(x, [N], axis=3)
+        parts = (jnp.pad(part, [(0, 0)] * 3 + [(0, w - part.shape[3])]) for part, w in ((k, wide_n), (v, wide_v)))
+        return flat(jnp.concatenate(list(parts), axis=3), wide_n + wide_v)
+
+    k_pe = jnp.pad(k_pe, ((0, 0), rows, (0, HALF - k_pe.shape[2])))
+    nothing = jnp.zeros_like(k_pe)
+    segment = None
+    if segment_ids is not None:
+        segment = jnp.pad(segment_ids, ((0, 0), rows), constant_values=-1)
+    problem = Problem(wide_n, wide_v, scale, block, segment is not None)
+    extra = jnp.concatenate([k_pe, nothing, nothing, k_pe], axis=2)
+    arrays = vary_alike(
+        flat(q_nope, wide_n), flat(q_pe, HALF), flat_pair(kv), extra, *(() if segment is None else (segment,))
+    )
+    o, peak = _attention(problem, *arrays[:4], arrays[4] if len(arrays) > 4 else None)
+    return o.reshape(B, T + rows[1], -1, wide_v)[:, :T, :H, :V], jax.lax.stop_gradient(peak[:H])
+
+
+def _inputs(q_nope, q_pe, kv, extra, segment) -> Inputs:
+    segment = None if segment is None else segment[:, None]
+    return Inputs(q_nope, q_pe, kv, extra, segment, segment)
+
+
+def _table(steps: Steps):
+    """Row b F + f: field f of the steps of batch row b."""
+    return jnp.stack(steps, axis=1).reshape(-1, steps.q.shape[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(problem: Problem, q_nope, q_pe, kv, extra, segment):
+    return _attention_fwd(problem, q_nope, q_pe, kv, extra, segment)[0]
+
+
+def _attention_fwd(problem: Problem, *arrays):
+    segment = arrays[-1]
+    B, T = arrays[0].shape[:2]
+    steps, count = by_queries(pairs_of(segment, B, T // problem.block))
+    count = steps.q.shape[1] if segment is None else count
+    outputs = forward(problem, _table(steps), count, _inputs(*arrays))
+    peak = jnp.max(outputs.statistics[:, :, HEADS : 2 * HEADS], axis=(0, 3)).reshape(-1)
+    return (outputs.o, peak), (arrays, outputs)
+
+
+def _attention_bwd(problem: Problem, saved, cotangents):
+    (arrays, outputs), (do, _) = saved, cotangents
+    inputs, segment, (B, T) = _inputs(*arrays), arrays[-1], arrays[0].shape[:2]
+    delta = (do.astype(jnp.float32) * outputs.o.astype(jnp.float32)).reshape(B, T, -1, HEADS, problem.V).sum(-1)
+    rows = jnp.concatenate([outputs.statistics[:, :, :HEADS], jnp.moveaxis(delta, 1, 3)], axis=2)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 8 - rows.shape[2]), (0, 0)))
+    pairs = pairs_of(segment, B, T // problem.block)
+    of_queries, of_keys = _all_spans(problem, pairs, inputs, Saved(do, rows))
+    half = of_keys.extra.reshape(B, T, -1, HALF).sum(2)
+    extra = jnp.zeros_like(inputs.extra).at[..., :HALF].set(half.astype(inputs.extra.dtype))
+    return *of_queries, of_keys.kv.astype(inputs.kv.dtype), extra, None
+
+
+def _all_spans(problem: Problem, pairs, inputs: Inputs, saved: Saved):
+    """The backward kernel for every `SPAN` blocks of queries, one after the other."""
+    blocks = pairs.live.shape[1]
+    if blocks <= SPAN:
+        steps, count = by_keys(pairs, 0, blocks)
+        count = steps.q.shape[1] if inputs.q_segment is None else count
+        return backward(problem, blocks, _table(steps), count, inputs, saved, None)
+
+    def span(earlier, first):
+        steps, count = by_keys(pairs, first, SPAN)
+        of_queries, of_keys = backward(problem, SPAN, _table(steps), count, inputs, saved, earlier)
+        return of_keys, of_queries
+
+    zero = KeyGradients(*(jnp.zeros_like(x, jnp.float32) for x in (inputs.kv, inputs.q_pe)))
+    of_keys, of_queries = jax.lax.scan(span, zero, jnp.arange(0, blocks, SPAN))
+    whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])[:, : blocks * problem.block]  # noqa: E731
+    return jax.tree.map(whole, of_queries), of_keys
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)

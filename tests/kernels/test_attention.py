@@ -1,0 +1,147 @@
+"""Attention of Gated MLA against the full matrix of scores in float64, outputs, largest logits and all gradients."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import pallas
+from pallas_kernels.attention.api import mla_attention
+from pallas_kernels.common.testing import assert_close, assert_gradients_close, outputs_and_gradients
+
+SCALE = 0.2
+
+
+def dense(q_nope, q_pe, kv, k_pe, segment_ids=None):
+    N, T = q_nope.shape[3], q_nope.shape[1]
+    s = jnp.einsum("bthn,bshn->bhts", q_nope, kv[..., :N]) + jnp.einsum("bthr,bsr->bhts", q_pe, k_pe)
+    allowed = np.tril(np.ones((T, T), bool))[None]
+    if segment_ids is not None:
+        allowed = allowed & (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids >= 0)[:, :, None]
+    s = jnp.where(allowed[:, None], s * SCALE, -1e30)
+    p = jnp.where(allowed[:, None], jax.nn.softmax(s, axis=-1), 0)
+    return jnp.einsum("bhts,bshv->bthv", p, kv[..., N:]), jax.lax.stop_gradient(s.max((0, 2, 3)))
+
+
+@functools.cache
+def attention(implementation):
+    return functools.partial(mla_attention, scale=SCALE, implementation=implementation)
+
+
+def inputs(B, T, H, N, R, V, segments=None, dtype=np.float32, seed=0, size=1.0):
+    random = np.random.default_rng(seed)
+    normal = lambda *shape: (size * random.normal(size=shape)).astype(dtype)  # noqa: E731
+    made = {
+        "q_nope": normal(B, T, H, N),
+        "q_pe": normal(B, T, H, R),
+        "kv": normal(B, T, H, N + V),
+        "k_pe": normal(B, T, R),
+    }
+    if segments is not None:
+        made["segment_ids"] = np.stack([np.repeat(ids, counts)[:T] for ids, counts in segments]).astype(np.int32)
+    return made
+
+
+def check(implementation, arguments, tolerance, gradient_tolerance):
+    B, T, H, N = arguments["q_nope"].shape
+    do = np.random.default_rng(9).normal(size=(B, T, H, arguments["kv"].shape[3] - N)).astype(arguments["kv"].dtype)
+    with jax.enable_x64(True):
+        wide = {n: x if n == "segment_ids" else x.astype(np.float64) for n, x in arguments.items()}
+        (o, peak), expected = outputs_and_gradients(dense, wide, (do.astype(np.float64), np.zeros(H)))
+        o, peak, expected = jax.tree.map(np.asarray, (o, peak, expected))
+    actual, gradients = outputs_and_gradients(attention(implementation), arguments, (do, np.zeros(H, np.float32)))
+    assert actual[0].dtype == arguments["kv"].dtype and actual[1].dtype == np.float32
+    assert_close("o", actual[0], o, tolerance)
+    np.testing.assert_allclose(actual[1], peak, rtol=max(1e-5, tolerance))
+    assert_gradients_close(gradients, expected, gradient_tolerance)
+    if "segment_ids" in arguments:
+        assert not np.any(np.asarray(actual[0])[arguments["segment_ids"] < 0])
+
+
+DOCUMENTS = [([3, 4, 5], [7, 1, 400]), ([0, -1], [5, 400])]
+PADDING = [([-1, 2, -1], [3, 200, 200]), ([-1], [400])]
+BACK_AND_FORTH = [([7, 2, 7], [150, 100, 150]), ([1, 0, 1, 0], [60, 90, 60, 190])]
+CASES = {
+    "one-token": inputs(1, 1, 1, 4, 2, 4),
+    "odd-heads": inputs(2, 17, 3, 5, 4, 6),
+    "two-blocks": inputs(1, 200, 2, 16, 8, 24),
+    "documents": inputs(2, 300, 2, 8, 4, 8, DOCUMENTS),
+    "padding": inputs(2, 384, 1, 8, 4, 8, PADDING),
+    "an-id-returns": inputs(2, 400, 2, 8, 4, 8, BACK_AND_FORTH),
+    "wide": inputs(1, 130, 2, 128, 64, 136),
+    "whole-blocks": inputs(1, 512, 2, 8, 4, 8),
+    "whole-blocks-of-documents": inputs(2, 640, 2, 8, 4, 8, [([0, 1], [300, 340]), ([4], [640])]),
+    "large-logits": inputs(1, 150, 2, 8, 4, 8, size=8.0),
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several blocks, and several spans of queries, in short sequences."""
+    monkeypatch.setattr(pallas, "BLOCK", 128)
+    monkeypatch.setattr(pallas, "SPAN", 2)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize("case", CASES)
+def test_case(implementation, case, small_blocks, interpreted):
+    check(implementation, CASES[case], 1e-5, 2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_bfloat16(implementation, small_blocks, interpreted):
+    """Against float64 of the same rounded inputs; softmax and sums are float32."""
+    check(implementation, inputs(1, 256, 2, 16, 8, 16, dtype=jnp.bfloat16), 5e-3, 1e-2)
+
+
+@pytest.mark.slow
+def test_blocks_as_on_a_tpu(interpreted):
+    """The sizes of blocks and tiles that are compiled, with pairs of blocks of every kind."""
+    check("pallas", inputs(1, 2200, 2, 8, 4, 8, [([0, 1, -1], [2100, 90, 10])]), 1e-5, 2e-5)
+
+
+def test_nothing_of_the_future_is_seen(small_blocks, interpreted):
+    """Bit for bit: outputs before a token that changes, and gradients after the last cotangent."""
+    arguments = inputs(1, 300, 2, 8, 4, 8)
+    later = {name: x.copy() for name, x in arguments.items()}
+    for x in later.values():
+        x[:, 200:] += 1.0
+    do = np.random.default_rng(1).normal(size=(1, 300, 2, 8)).astype(np.float32)
+    do[:, 200:] = 0
+
+    def outputs(arguments):
+        o, pullback = jax.vjp(lambda a: attention("pallas")(**a)[0], arguments)
+        return np.asarray(o), jax.tree.map(np.asarray, pullback(jnp.asarray(do))[0])
+
+    (o, gradients), (o_later, gradients_later) = outputs(arguments), outputs(later)
+    np.testing.assert_array_equal(o[:, :200], o_later[:, :200])
+    assert np.any(o[:, 200:] != o_later[:, 200:])
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient[:, :200], gradients_later[name][:, :200])
+        assert not np.any(gradient[:, 200:])
+
+
+UNCHECKED = inspect.unwrap(mla_attention)  # without the annotations' own errors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_pe": np.zeros((1, 17, 3, 5), np.float32)}, "q_pe.shape"),
+        ({"kv": np.zeros((1, 17, 3, 5), np.float32)}, "expected more than 5 channels"),
+        ({"k_pe": np.zeros((1, 17, 4, 1), np.float32)}, "k_pe.shape"),
+        ({"segment_ids": np.zeros((1, 16), np.int32)}, "segment_ids.shape"),
+        ({"implementation": "fast"}, "implementation = 'fast'"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        UNCHECKED(**(inputs(1, 17, 3, 5, 4, 6) | {"scale": 1.0} | change))
+
+
+def test_extra_keys_of_more_than_half_a_lane_tile():
+    with pytest.raises(ValueError, match="R <= 64"):
+        UNCHECKED(**inputs(1, 4, 2, 8, 65, 8), scale=1.0, implementation="pallas")
