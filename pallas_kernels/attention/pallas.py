@@ -88,14 +88,22 @@ def _attention_fwd(problem: Problem, *arrays):
 def _attention_bwd(problem: Problem, saved, cotangents):
     (arrays, outputs), (do, _) = saved, cotangents
     inputs, segment, (B, T) = _inputs(*arrays), arrays[-1], arrays[0].shape[:2]
-    delta = (do.astype(jnp.float32) * outputs.o.astype(jnp.float32)).reshape(B, T, -1, HEADS, problem.V).sum(-1)
-    rows = jnp.concatenate([outputs.statistics[:, :, :HEADS], jnp.moveaxis(delta, 1, 3)], axis=2)
+    delta = _sum_of_heads(do.astype(jnp.float32) * outputs.o.astype(jnp.float32), problem.V)
+    rows = jnp.concatenate([outputs.statistics[:, :, :HEADS], delta.reshape(B, -1, HEADS, T)], axis=2)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 8 - rows.shape[2]), (0, 0)))
     pairs = pairs_of(segment, B, T // problem.block)
     of_queries, of_keys = _all_spans(problem, pairs, inputs, Saved(do, rows))
-    half = of_keys.extra.reshape(B, T, -1, HALF).sum(2)
-    extra = jnp.zeros_like(inputs.extra).at[..., :HALF].set(half.astype(inputs.extra.dtype))
+    of_pairs = jnp.split(of_keys.extra, of_keys.extra.shape[2] // LANES, axis=2)  # cut at lane tiles: no copies
+    both = functools.reduce(jnp.add, of_pairs)
+    half = (both[..., :HALF] + both[..., HALF:]).astype(inputs.extra.dtype)
+    extra = jnp.pad(half, ((0, 0), (0, 0), (0, inputs.extra.shape[2] - HALF)))
     return *of_queries, of_keys.kv.astype(inputs.kv.dtype), extra, None
+
+
+def _sum_of_heads(x: Float[Array, "B T HV"], V: int) -> Float[Array, "B H T"]:
+    """As a product with zeros and ones: sums of lanes, and rows of them, are slow outside the matrix unit."""
+    heads = jnp.repeat(jnp.eye(x.shape[2] // V, dtype=x.dtype), V, axis=0)
+    return jnp.einsum("btv,vh->bht", x, heads, precision=jax.lax.Precision.HIGHEST)
 
 
 def _all_spans(problem: Problem, pairs, inputs: Inputs, saved: Saved):
@@ -106,13 +114,18 @@ def _all_spans(problem: Problem, pairs, inputs: Inputs, saved: Saved):
         count = steps.q.shape[1] if inputs.q_segment is None else count
         return backward(problem, blocks, _table(steps), count, inputs, saved, None)
 
-    def span(earlier, first):
-        steps, count = by_keys(pairs, first, SPAN)
-        of_queries, of_keys = backward(problem, SPAN, _table(steps), count, inputs, saved, earlier)
+    def span(earlier, table_and_count):
+        of_queries, of_keys = backward(problem, SPAN, *table_and_count, inputs, saved, earlier)
         return of_keys, of_queries
 
+    def table(first):
+        steps, count = by_keys(pairs, first, SPAN)
+        return _table(steps), count
+
     zero = KeyGradients(*(jnp.zeros_like(x, jnp.float32) for x in (inputs.kv, inputs.q_pe)))
-    of_keys, of_queries = jax.lax.scan(span, zero, jnp.arange(0, blocks, SPAN))
+    # The tables outside of the loop: libtpu 0.0.50 fails on the gathers that make them inside one.
+    tables = jax.vmap(table)(jnp.arange(0, blocks, SPAN))
+    of_keys, of_queries = jax.lax.scan(span, zero, tables)
     whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])[:, : blocks * problem.block]  # noqa: E731
     return jax.tree.map(whole, of_queries), of_keys
 
