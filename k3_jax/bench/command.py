@@ -18,6 +18,11 @@ BENCHES = {
         "Kimi Delta Attention: measured on this machine's CPU, or predicted for a TPU",
         "k3 bench kda --shape 1,512,2,64 --json -\n  k3 bench kda --topology tpu7x:2x2x1 --json kda.json",
     ),
+    "attention": Bench(
+        "k3_jax.bench.attention",
+        "attention of Gated MLA and JAX's Splash kernel, predicted for a TPU",
+        "k3 bench attention --topology tpu7x:2x2x1 --json attention.json",
+    ),
 }
 
 

@@ -17,12 +17,12 @@ DTYPES = ("float32", "bfloat16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--shape", type=_integers, metavar="B,T,H,K[,V]",
+        "--shape", type=integers, metavar="B,T,H,K[,V]",
         help=f"batch, tokens, heads, channels of keys and of values (default: {_text(MEASURED_SHAPE)}; with --topology "
         f"{_text(PREDICTED_SHAPE)})",
     )  # fmt: skip
     parser.add_argument(
-        "--segments", type=_integers, default=(), metavar="LENGTHS",
+        "--segments", type=integers, default=(), metavar="LENGTHS",
         help="lengths of packed sequences that fill T, as 300,1,0,700,1047",
     )  # fmt: skip
     parser.add_argument(
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return kda_measured.run(case, args.repeats, args.json)
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:

@@ -1,13 +1,21 @@
-"""What `k3 bench attention` measures: attention of Gated MLA as a layer calls it, forward and with its gradients."""
+"""What `k3 bench attention` compiles: attention of Gated MLA as a layer calls it, ours and the Splash kernel of JAX."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention.api import mla_attention
+from pallas_kernels.attention.pallas import BLOCK
 from pallas_kernels.common import aot
+
+Competitor = Literal["pallas", "splash"]
+# What every word of the kernels' tables of steps is taken for: a step without a mask. Splash's are bytes.
+STEADY = {"pallas": 2, "splash": 0x02020202}
 
 
 @dataclass(frozen=True)
@@ -20,69 +28,65 @@ class Case:
     N: int = 128
     R: int = 64
     V: int = 128
-    dtype: str = "bfloat16"
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        rows, dtype = (self.B, self.T, self.H), jnp.dtype(self.dtype)
-        made = {"q_nope": (*rows, self.N), "q_pe": (*rows, self.R), "kv": (*rows, self.N + self.V)}
-        made["k_pe"] = (self.B, self.T, self.R)
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in made.items()}
+    def __post_init__(self):
+        if min(self.B, self.H) < 1 or self.T < BLOCK or self.T % BLOCK:
+            raise ValueError(f"shape = {self.B},{self.T},{self.H}: expected positive sizes, T a multiple of {BLOCK}")
 
+    @property
+    def pairs(self) -> int:
+        """Pairs of blocks that attend, in all rows and heads."""
+        blocks = self.T // BLOCK
+        return self.B * self.H * blocks * (blocks + 1) // 2
 
-def forward(case: Case, implementation: str) -> Callable:
-    """A function of q_nope, q_pe, kv, k_pe; heads are side by side, as projections leave them."""
-
-    def run(q_nope, q_pe, kv, k_pe):
-        parts = (x.reshape(case.B, case.T, case.H, -1) for x in (q_nope, q_pe, kv))
-        scale = (case.N + case.R) ** -0.5
-        if implementation == "splash":
-            return splash(*parts, k_pe, scale).reshape(case.B, case.T, -1)
-        return mla_attention(*parts, k_pe, scale=scale, implementation=implementation)[0].reshape(case.B, case.T, -1)
-
-    return run
+    @property
+    def widths(self) -> dict[str, int]:
+        """Of the arguments as projections leave them: heads side by side."""
+        heads = {"q_nope": self.N, "q_pe": self.R, "kv": self.N + self.V}
+        return {name: self.H * width for name, width in heads.items()} | {"k_pe": self.R}
 
 
-def splash(q_nope, q_pe, kv, k_pe, scale):
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    B, T, H, N = q_nope.shape
-    q = jnp.concatenate([q_nope, q_pe], axis=-1) * jnp.asarray(scale, q_nope.dtype)
-    k = jnp.concatenate([kv[..., :N], jnp.broadcast_to(k_pe[:, :, None], (B, T, H, k_pe.shape[-1]))], axis=-1)
-    sizes = kernel.BlockSizes(
-        block_q=1024,
-        block_kv=1024,
-        block_kv_compute=1024,
-        block_q_dkv=1024,
-        block_kv_dkv=1024,
-        block_kv_dkv_compute=1024,
-        use_fused_bwd_kernel=False,
-        block_q_dq=1024,
-        block_kv_dq=1024,
-    )
-    mask = masks.MultiHeadMask([masks.CausalMask((T, T)) for _ in range(H)])
-    attend = kernel.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
-    rows = (jnp.moveaxis(x, 1, 2) for x in (q, k, kv[..., N:]))
-    return jnp.moveaxis(jax.vmap(attend)(*rows), 1, 2)
+def operations(case: Case, backward: bool) -> int:
+    """Multiplications and additions of the matrix products over pairs that attend: forward 2 (N + R + V) each, backward
+    2 (3 (N + R) + 2 V) more."""
+    key, products = case.N + case.R, case.B * case.H * case.T * (case.T + 1) // 2
+    return products * (2 * (key + case.V) + (2 * (3 * key + 2 * case.V) if backward else 0))
 
 
-def lower(topology: str, shape: Sequence[int], implementation: str, backward: bool) -> jax.stages.Lowered:
+def lower(topology: str, shape: Sequence[int], competitor: Competitor, backward: bool) -> jax.stages.Lowered:
     """The forward (or forward and backward) program for one device of a TPU topology. `shape` is B, T, H."""
-    case = Case(*shape)
-    mesh = aot.mesh_for(topology, device=1)
-    run = forward(case, implementation)
+    case, mesh = Case(*shape), aot.mesh_for(topology, device=1)
+    run = _flat(case, ours if competitor == "pallas" else splash)
+    arguments = [aot.abstract((case.B, case.T, width), jnp.bfloat16, mesh) for width in case.widths.values()]
+    if not backward:
+        return aot.lower_for(run, *arguments, mesh=mesh)
 
     def step(do, *arguments):
         o, pullback = jax.vjp(run, *arguments)
         return o, pullback(do)
 
-    flat = {
-        n: x if n == "k_pe" else jax.ShapeDtypeStruct((case.B, case.T, case.H * x.shape[-1]), x.dtype)
-        for n, x in case.shapes().items()
-    }
-    arguments = list(flat.values())
-    if backward:
-        arguments.insert(0, jax.ShapeDtypeStruct((case.B, case.T, case.H * case.V), jnp.dtype(case.dtype)))
-    return aot.lower_for(
-        step if backward else run, *(aot.abstract(x.shape, x.dtype, mesh) for x in arguments), mesh=mesh
-    )
+    do = aot.abstract((case.B, case.T, case.H * case.V), jnp.bfloat16, mesh)
+    return aot.lower_for(step, do, *arguments, mesh=mesh)
+
+
+def _flat(case: Case, attend: Callable) -> Callable:
+    def run(q_nope, q_pe, kv, k_pe):
+        heads = (x.reshape(case.B, case.T, case.H, -1) for x in (q_nope, q_pe, kv))
+        return attend(*heads, k_pe, (case.N + case.R) ** -0.5).reshape(case.B, case.T, -1)
+
+    return run
+
+
+def ours(q_nope, q_pe, kv, k_pe, scale: float) -> Float[Array, "B T H V"]:
+    return mla_attention(q_nope, q_pe, kv, k_pe, scale=scale, implementation="pallas")[0]
+
+
+def splash(q_nope, q_pe, kv, k_pe, scale: float) -> Float[Array, "B T H V"]:
+    """With blocks as large as ours. It wants heads before tokens, keys whole, and queries already scaled."""
+    (B, T, H, N), sizes = q_nope.shape, splash_attention_kernel.BlockSizes(*[BLOCK] * 8, use_fused_bwd_kernel=False)
+    q = jnp.concatenate([q_nope, q_pe], axis=-1) * jnp.asarray(scale, q_nope.dtype)
+    k = jnp.concatenate([kv[..., :N], jnp.broadcast_to(k_pe[:, :, None], (B, T, H, k_pe.shape[-1]))], axis=-1)
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T)) for _ in range(H)])
+    attend = splash_attention_kernel.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    rows = (jnp.moveaxis(x, 1, 2) for x in (q, k, kv[..., N:]))
+    return jnp.moveaxis(jax.vmap(attend)(*rows), 1, 2)

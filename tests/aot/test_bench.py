@@ -1,4 +1,4 @@
-"""`k3 bench kda --topology`: the programs that it compiles, from the command line to the JSON."""
+"""`k3 bench kda --topology` and `k3 bench attention`: what they compile, from the command line to the JSON."""
 
 import json
 
@@ -25,3 +25,16 @@ def test_the_xla_form(tmp_path, capsys):
 def test_a_topology_that_does_not_exist(capsys):
     assert main(["bench", "kda", "--topology", "tpu9:2x2", "--implementation", "xla"]) == 2
     assert "k3 bench: error: topology = 'tpu9:2x2': expected a name" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_attention(tmp_path, capsys):
+    place = tmp_path / "attention.json"
+    assert main(["bench", "attention", "--shape", "1,1024,2", "--json", str(place)]) == 0
+    assert "forward_backward splash" in capsys.readouterr().out
+    numbers = json.loads(place.read_text())
+    assert numbers["shape"] == {"B": 1, "T": 1024, "H": 2}
+    for direction in ("forward", "forward_backward"):
+        for row in numbers[direction].values():
+            assert 0.5 < row["mxu_share"] < 1 and row["hbm_mb"] > 0 and row["predicted_ms"] > 0
+        found = {name: row["bundles_per_token_head"] for name, row in numbers[direction].items()}
+        assert found["pallas"] < found["splash"]

@@ -1,4 +1,4 @@
-"""`k3 bench kda`: what it prints, that a wrong result stops it, the arithmetic of its tables. No timed assertions."""
+"""`k3 bench`: what it prints, that a wrong result stops it, the arithmetic of its tables. No timed assertions."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ import pytest
 
 from k3_jax.bench import kda_measured, kda_peers, kda_predicted, measure
 from k3_jax.cli import main
+from pallas_kernels.attention import bench as attention_bench
 from pallas_kernels.common import tpu
 from pallas_kernels.common.dump import DumpError
 from pallas_kernels.common.schedule import Code, OpSchedule, Schedule, Work
@@ -199,3 +200,20 @@ def test_peers_agree():
     entrants = kda_peers.peers(case, inputs, backward=True)
     expected = kda_measured._exact(case, inputs, True)
     assert entrants and max(max(measure.errors(entrant, expected).values()) for entrant in entrants) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--shape", "1,2"], "--shape = 1,2: expected B,T,H"), (["--shape", "1,100,2"], "T a multiple of 1024")],
+)
+def test_attention_of_a_wrong_shape(arguments, message, capsys):
+    assert main(["bench", "attention", *arguments]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_attention_counts_pairs_and_operations():
+    case = attention_bench.Case(2, 4096, 3)
+    assert case.pairs == 2 * 3 * 10
+    pairs = 2 * 3 * 4096 * 4097 // 2
+    assert attention_bench.operations(case, False) == pairs * 2 * (192 + 128)
+    assert attention_bench.operations(case, True) == pairs * 2 * (192 + 128 + 3 * 192 + 2 * 128)
