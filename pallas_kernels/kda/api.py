@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.dispatch import on_tpu
-from pallas_kernels.kda import chunked, pallas, reference
+from pallas_kernels.kda import chunked, pallas, pallas_decode, reference
 from pallas_kernels.kda.gate import activate, check_gate
 from pallas_kernels.kda.reference import kda_combine
 
@@ -143,13 +143,25 @@ def recurrent_kda(
     scale: float | None = None,
     initial_state: Float[Array, "B HV K V"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
-    """One or a few decode steps with a state: `chunk_kda` token by token, for small T, whose steps are serial."""
+    """One or a few decode steps with a state: `chunk_kda` token by token, for small T, whose steps are serial.
+
+    "reference" is the only form with gradients, and the default where the mesh or backend is not a TPU; "pallas", which
+    updates a donated state in place, is the default where it is.
+    """
     _check_tokens(q, k, v, g, beta)
     _check_segments(q, segment_ids, None)
     _check_state(initial_state, k, v, None)
-    scale = k.shape[-1] ** -0.5 if scale is None else scale
-    return reference.recurrent_kda(q, k, v, g, beta, scale=scale, initial_state=initial_state, segment_ids=segment_ids)
+    options = {"scale": k.shape[-1] ** -0.5 if scale is None else scale}
+    options |= {"initial_state": initial_state, "segment_ids": segment_ids}
+    match implementation or ("pallas" if on_tpu() else "reference"):
+        case "reference":
+            return reference.recurrent_kda(q, k, v, g, beta, **options)
+        case "pallas":
+            return pallas_decode.recurrent_kda_pallas(q, k, v, g, beta, **options)
+        case _:
+            raise ValueError(f"implementation = {implementation!r}: expected None, 'reference' or 'pallas'")
 
 
 def _check_tokens(q, k, v, g, beta):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.common import aot
-from pallas_kernels.kda import chunk_kda
+from pallas_kernels.kda import chunk_kda, recurrent_kda
 
 T, K = 8192, 128
 # Tracing 32 heads takes seconds: `make test` checks the facts of a tensor-parallel share only.
@@ -69,6 +69,24 @@ def test_unbounded_gate(facts, topology):
     mesh, arrays = arguments(topology, 12)
     lowered = aot.lower_for(functools.partial(forward_backward, 12, None), arrays[0], *arrays, mesh=mesh)
     check(facts.check(name("unbounded", topology, 12), lowered, topology), 2, 12)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_decode(facts, topology):
+    """Four tokens of eight sequences: a donated state is updated where it is."""
+    mesh = aot.mesh_for(topology, x=1)
+    of = lambda dtype, *shape: aot.abstract(shape, dtype, mesh)  # noqa: E731
+    q, g, beta = of(jnp.bfloat16, 8, 4, 96, K), of(jnp.float32, 8, 4, 96, K), of(jnp.float32, 8, 4, 96)
+    state, ids = of(jnp.float32, 8, 96, K, K), of(jnp.int32, 8, 4)
+
+    def step(state, q, k, v, g, beta, ids):
+        return recurrent_kda(q, k, v, g, beta, initial_state=state, segment_ids=ids, implementation="pallas")
+
+    lowered = aot.lower_for(jax.jit(step, donate_argnums=0), state, q, q, q, g, beta, ids, mesh=mesh)
+    report = facts.check(f"kda_decode_H96_{topology.partition(':')[0]}", lowered, topology)
+    assert report.custom_calls["tpu_custom_call"] == 1
+    assert report.alias_bytes == state.size * 4
+    assert report.temp_bytes < state.size
 
 
 @pytest.mark.aot_compile

@@ -393,4 +393,9 @@ DECODE = [
         ("18-7x32x128", 7, 32, 128, 3),
         ("52-bucket-of-32", 32, 2, 32, 4),
     )
+] + [
+    Case(
+        "decode-drafts", 3, 4, 2, 24, HV=4, V=40, g=logsigmoid(), ids=("aabb", ".a.b", "...."), dtype=dtype, state=state
+    )
+    for dtype, state in (("float32", "float32"), ("bfloat16", None))
 ]

@@ -64,8 +64,10 @@ def compiled(op, optimise: bool):
     """Results and, where they have cotangents, the gradients of the floating arguments."""
 
     def run(floating, others, cotangents):
+        if not cotangents:
+            return op(**floating, **others), {}
         results, pullback = jax.vjp(lambda floating: op(**floating, **others), floating)
-        return results, pullback(cotangents)[0] if cotangents else {}
+        return results, pullback(cotangents)[0]
 
     # Of a small case, compiling would be most of the time.
     return jax.jit(run, compiler_options={} if optimise else {"xla_backend_optimization_level": 0})
@@ -166,9 +168,20 @@ def test_split(implementation, case):
     check(op, case, *limits(case, implementation))
 
 
-@pytest.mark.parametrize("case", DECODE, ids=lambda case: case.id)
+recurrent = functools.cache(lambda implementation: functools.partial(recurrent_kda, implementation=implementation))
+
+
+@pytest.mark.parametrize("case", DECODE, ids=lambda case: f"{case.id}-{case.dtype}")
 def test_decode(case):
-    check(recurrent_kda, case, *limits(case, "xla"))
+    check(recurrent("reference"), case, *limits(case, "xla"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, id=f"{x.id}-{x.dtype}", marks=pytest.mark.slow if x.B * x.H > 64 else ()) for x in DECODE],
+)
+def test_decode_by_the_kernel(case, interpreted):
+    check(recurrent("pallas"), dataclasses.replace(case, gradients=False), *limits(case, "xla"))
 
 
 @pytest.mark.parametrize("name", ["fla-1-T63", "ours-HV6-of-2-any", "ours-65-ids-any", "ours-some-of-1-any"])
