@@ -7,10 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from k3_jax.config import MeshConfig
+from k3_jax.mesh import make_mesh
 from pallas_kernels.attention import pallas
 from pallas_kernels.attention.api import mla_attention
-from pallas_kernels.common.testing import assert_close, assert_gradients_close, outputs_and_gradients
+from pallas_kernels.common.testing import assert_close, assert_gradients_close, equations, outputs_and_gradients
 
 SCALE = 0.2
 
@@ -122,6 +127,72 @@ def test_nothing_of_the_future_is_seen(small_blocks, interpreted):
     for name, gradient in gradients.items():
         np.testing.assert_array_equal(gradient[:, :200], gradients_later[name][:, :200])
         assert not np.any(gradient[:, 200:])
+
+
+def gradients(implementation, arguments):
+    def loss(floating):
+        o, peak = attention(implementation)(**floating, segment_ids=jnp.asarray(arguments["segment_ids"]))
+        return jnp.sum(jnp.sin(o.astype(jnp.float32))), peak
+
+    floating = {name: x for name, x in arguments.items() if name != "segment_ids"}
+    return jax.value_and_grad(loss, has_aux=True), floating
+
+
+def assert_same(actual, expected):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_close("", x, y, 2e-5)
+
+
+@pytest.mark.parametrize("dma_execution_mode", ["eager", pytest.param("on_wait", marks=pytest.mark.slow)])
+def test_without_races_and_with_unset_memory_nan(dma_execution_mode, small_blocks):
+    arguments = CASES["documents"]
+    params = pltpu.InterpretParams(
+        detect_races=True, on_race="raise", uninitialized_memory="nan", dma_execution_mode=dma_execution_mode
+    )
+    of_xla, floating = gradients("xla", arguments)
+    with pltpu.force_tpu_interpret_mode(params):
+        actual = jax.block_until_ready(jax.jit(gradients("pallas", arguments)[0])(floating))
+    assert_same(actual, jax.jit(of_xla)(floating))
+
+
+@pytest.mark.slow
+def test_inside_shard_map(small_blocks, interpreted):
+    """Rows and heads on four devices; the extra keys, the same for all heads, get the sum of their gradients."""
+    B, T, H, (N, R, V) = 2, 140, 4, (8, 4, 8)
+    arguments = inputs(B, T, H, N, R, V, [([0, 1], [50, 90]), ([0, -1], [120, 20])])
+    specs = {name: P("data", None, "tensor") if x.ndim == 4 else P("data") for name, x in arguments.items()}
+
+    def total(floating, ids):
+        def part(floating, ids):
+            o, _ = attention("pallas")(**floating, segment_ids=ids)
+            return jax.lax.psum(jnp.sum(jnp.sin(o)), ("data", "tensor"))
+
+        of_floating = {name: specs[name] for name in floating}
+        # Unchecked, for the interpreter: it multiplies the length of the grid, which varies, by what does not.
+        run = jax.shard_map(part, in_specs=(of_floating, specs["segment_ids"]), out_specs=P(), check_vma=False)
+        return run(floating, ids)
+
+    of_xla, floating = gradients("xla", arguments)
+    (expected, _), expected_gradients = jax.jit(of_xla)(floating)
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])):
+        mesh = jax.sharding.get_mesh()
+        placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arguments.items()}
+        ids = placed.pop("segment_ids")
+        actual = jax.device_get(jax.jit(jax.value_and_grad(total))(placed, ids))
+    assert_same(actual, (expected, expected_gradients))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_precision_of_products(dtype):
+    """float32 operands ask for full precision; whatever the operands are, sums are float32."""
+    of, floating = gradients("pallas", inputs(1, 128, 2, 8, 4, 8, [([0], [128])], dtype=dtype))
+    products = [e for e in equations(jax.make_jaxpr(of)(floating).jaxpr) if e.primitive.name == "dot_general"]
+    assert len(products) > 10
+    for e in products:
+        assert e.outvars[0].aval.dtype == jnp.float32
+        if {x.aval.dtype for x in e.invars} == {jnp.dtype("float32")}:
+            assert e.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+    assert dtype == jnp.bfloat16 or all(x.aval.dtype == jnp.float32 for e in products for x in e.invars)
 
 
 UNCHECKED = inspect.unwrap(mla_attention)  # without the annotations' own errors

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from k3_jax.config import MeshConfig
 from k3_jax.mesh import make_mesh
 from pallas_kernels.common.testing import equations, relative_rms
-from pallas_kernels.kda import chunk_kda, kda_from_raw_gate, kda_gate
+from pallas_kernels.kda import chunk_kda, kda_from_raw_gate, kda_gate, recurrent_kda
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 BOUND = -5.0
@@ -116,6 +116,21 @@ def test_without_races_and_with_unset_memory_nan(bound, dma_execution_mode):
     with pltpu.force_tpu_interpret_mode(params):
         actual = jax.block_until_ready(gradients("pallas", arrays, ids, bound))
     assert_same(actual, gradients("xla", arrays, ids, bound))
+
+
+@pytest.mark.parametrize("dma_execution_mode", ["eager", "on_wait"])
+def test_decode_without_races_and_with_unset_memory_nan(dma_execution_mode):
+    arrays, ids = inputs(B=2, T=3, H=2, HV=4)
+    state = jnp.asarray(np.random.default_rng(2).normal(size=(2, 4, 16, 16)), jnp.float32)
+    params = pltpu.InterpretParams(
+        detect_races=True, on_race="raise", uninitialized_memory="nan", dma_execution_mode=dma_execution_mode
+    )
+    run = lambda implementation: recurrent_kda(  # noqa: E731
+        *arrays, initial_state=state, segment_ids=ids, implementation=implementation
+    )
+    with pltpu.force_tpu_interpret_mode(params):
+        actual = jax.block_until_ready(run("pallas"))
+    assert_same(actual, run("reference"))
 
 
 @pytest.mark.parametrize("bound", [BOUND, None])
