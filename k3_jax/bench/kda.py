@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --topology: from the gate's logits, in --dtype, as a layer has them",
     )
+    parser.add_argument(
+        "--baseline",
+        choices=("dplr",),
+        help="measure also the general diagonal-plus-low-rank form, in the same chunks (without --topology)",
+    )
     report.add_json_argument(parser)
 
 
@@ -46,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--repeats = {args.repeats}: expected a positive integer")
     if args.raw_gate and not args.topology:
         raise ConfigError("--raw-gate: expected --topology; what is measured here has its gate activated outside")
+    if args.baseline and (args.topology or args.segments):
+        raise ConfigError("--baseline: expected neither --topology nor --segments; it is measured, on whole rows")
     report.check_json_argument(args.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU here is neither measured nor needed
     case = _case(args)
@@ -53,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.topology:
         return kda_predicted.run(case, args.topology, args.implementation, args.json)
-    return kda_measured.run(case, args.repeats, args.json)
+    return kda_measured.run(case, args.repeats, args.baseline, args.json)
 
 
 def integers(text: str) -> tuple[int, ...]:

@@ -26,14 +26,14 @@ GRADIENTS = ("q", "k", "v", "g", "beta")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
-def run(case: Case, repeats: int, json_place: str | None) -> int:
+def run(case: Case, repeats: int, baseline: str | None, json_place: str | None) -> int:
     _check_memory(case)
     inputs = make_inputs(case)
     entrants, deviations = {}, {}
     for backward, direction in enumerate(report.DIRECTIONS):
         report.progress(f"{direction}: compiling, and checking against a recurrence in float64")
         with no_disk_cache():
-            ours = [_ours(case, inputs, bool(backward), name) for name in OURS]
+            ours = [_ours(case, inputs, bool(backward), name) for name in (*OURS, *filter(None, [baseline]))]
             expected = _exact(case, inputs, bool(backward))
         entrants[direction] = ours + peers(case, inputs, bool(backward))
         deviations[direction] = [errors(entrant, expected) for entrant in entrants[direction]]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.common import aot
 from pallas_kernels.kda.api import Implementation, chunk_kda, kda_from_raw_gate
+from pallas_kernels.kda.dplr import chunk_dplr_as_kda
 
 GATE_LOWER_BOUND = -5.0  # of K3
 TILE = 64  # tokens of a chunk in the operation counts below
@@ -78,7 +80,10 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: x.astype(shapes[name].dtype) for name, x in made.items()}
 
 
-def forward(case: Case, implementation: Implementation) -> Callable[..., tuple[Array, Array]]:
+Baseline = Literal["dplr"]
+
+
+def forward(case: Case, implementation: Implementation | Baseline) -> Callable[..., tuple[Array, Array]]:
     """A function of q, k, v, g, beta (flat) -> output [B, T, H V], final state."""
     offsets = np.concatenate([[0], np.cumsum(case.segments)]).astype(np.int32) if case.segments else None
 
@@ -90,6 +95,9 @@ def forward(case: Case, implementation: Implementation) -> Callable[..., tuple[A
         beta: Float[Array, "B T H"],
     ) -> tuple[Float[Array, "B T HV"], Float[Array, "S H K V"]]:
         q, k, v, g = (x.reshape(*x.shape[:2], case.H, -1) for x in (q, k, v, g))
+        if implementation == "dplr":
+            o, state = chunk_dplr_as_kda(q, k, v, g, beta, gate_lower_bound=GATE_LOWER_BOUND)
+            return o.reshape(*o.shape[:2], -1), state
         op, gate = chunk_kda, ()
         if case.raw_gate:
             op, gate = kda_from_raw_gate, (jnp.zeros(case.H), jnp.zeros((case.H, case.K)))
@@ -102,7 +110,9 @@ def forward(case: Case, implementation: Implementation) -> Callable[..., tuple[A
     return run
 
 
-def forward_backward(case: Case, implementation: Implementation) -> Callable[..., tuple[Array, tuple[Array, ...]]]:
+def forward_backward(
+    case: Case, implementation: Implementation | Baseline
+) -> Callable[..., tuple[Array, tuple[Array, ...]]]:
     """A function of q, k, v, g, beta, do (flat) -> output, the gradients of <output, do> for the first five."""
     run = forward(case, implementation)
 

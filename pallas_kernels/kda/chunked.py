@@ -69,9 +69,9 @@ def chunk_kda_xla(
     if segment_ids is not None:
         valid = segment_ids >= 0
         inputs = tuple(_zero_padding(x, valid) for x in inputs)
-        segment = _split(segment_order(_pad(segment_ids, -1))[0])
+        segment = split_chunks(segment_order(_pad(segment_ids, -1))[0])
         entry = jnp.concatenate([jnp.zeros_like(segment[:1, :, 0]), segment[:-1, :, -1]])
-    chunks = Chunks(*(_heads_first(_split(x)) for x in inputs), segment, entry)
+    chunks = Chunks(*(heads_first(split_chunks(x)) for x in inputs), segment, entry)
     state = _zero_state(chunks) if initial_state is None else initial_state.astype(jnp.float32)
     (state,) = vary_alike(state, like=tuple(jax.tree.leaves(chunks)))
 
@@ -102,7 +102,7 @@ def chunk_kda_packed_xla(
 
     def gather(x):
         x = jnp.where(plan.valid.reshape(*plan.valid.shape, *(1,) * (x.ndim - 2)), x[0][plan.token], 0)
-        return _heads_first(x[:, None])
+        return heads_first(x[:, None])
 
     chunks = Chunks(*(gather(x) for x in (q, k, v, g, beta)))
     zero = _zero_state(chunks)[0]
@@ -172,7 +172,7 @@ def _products_bounded(q, k, g, gate_lower_bound):
     rows, columns = root * (root * centre), k * (inverse_root * (inverse_root / centre))
     P = _einsum("bhik,bhjk->bhij", q * rows, columns)
     L = _einsum("bhik,bhjk->bhij", k * rows, columns)
-    return P, L, jnp.exp(to_row + g[..., :1, :]), _decay_to_end(g)
+    return P, L, jnp.exp(to_row + g[..., :1, :]), decay_to_end(g)
 
 
 def _products_any(q, k, g):
@@ -192,10 +192,10 @@ def _products_any(q, k, g):
         P = jnp.where(here, _einsum("bhik,bhjk->bhij", q * factor, columns), P)
         L = jnp.where(here, _einsum("bhik,bhjk->bhij", columns, columns), L)
     from_entry = jnp.exp(_einsum("ij,bhjk->bhik", _EARLIER_OR_SELF.astype(np.float32), g))
-    return P, L, from_entry, _decay_to_end(g)
+    return P, L, from_entry, decay_to_end(g)
 
 
-def _decay_to_end(g):
+def decay_to_end(g):
     """Summed forward from each row, not as a difference of two sums from the start, which would lose bits."""
     return jnp.exp(_einsum("ij,bhjk->bhik", (_COLUMN > _ROW).astype(np.float32), g))
 
@@ -271,13 +271,13 @@ def _pad(x, value):
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % CHUNK)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
 
 
-def _split(x):
+def split_chunks(x):
     """[B, T, ...] to [N, B, C, ...]; the tail is filled with zeros: tokens that leave the state as it is."""
     x = _pad(x, 0)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:]), 1, 0)
 
 
-def _heads_first(x):
+def heads_first(x):
     """[N, B, C, H, ...] to [N, B, H, C, ...]."""
     return jnp.swapaxes(x, 2, 3)
 

@@ -49,6 +49,17 @@ def test_measured(bench, tmp_path, monkeypatch):
             assert row["ns_per_token_head"] == pytest.approx(1e6 * row["min_ms"] / 20)
 
 
+def test_baseline(bench, monkeypatch):
+    """The general form, which must be right before it is timed."""
+    monkeypatch.setattr(kda_measured, "peers", lambda *_: [])
+    status, out, err = bench("--shape", "1,40,2,8,12", "--repeats", "1", "--baseline", "dplr", "--json", "-")
+    assert status == 0, err
+    numbers = json.loads(out)
+    assert numbers["forward_backward"].keys() == {"xla", "reference", "dplr"}
+    status, _, err = bench("--topology", "tpu7x:2x2x1", "--baseline", "dplr")
+    assert status == 2 and "--baseline: expected neither" in err
+
+
 @pytest.mark.parametrize("wrong", [0.0, np.nan])
 def test_a_wrong_result_stops_it(bench, monkeypatch, wrong):
     right, shape = {"o": np.ones(3)}, ("--shape", "1,4,1,8")
