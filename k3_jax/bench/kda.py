@@ -3,6 +3,7 @@ runs."""
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3_jax.bench import report
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 MEASURED_SHAPE, PREDICTED_SHAPE = (1, 512, 2, 64), (1, 8192, 32, 128)
 DTYPES = ("float32", "bfloat16")
+PICTURES = (".png", ".pdf", ".svg")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("dplr",),
         help="measure also the general diagonal-plus-low-rank form, in the same chunks (without --topology)",
     )
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="with --topology: public kernels beside ours, those of tokamax and vllm-torchtpu-core that are installed",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="with --topology: a picture of the bundles (.png, .pdf, .svg)")
     report.add_json_argument(parser)
 
 
@@ -51,16 +59,32 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--repeats = {args.repeats}: expected a positive integer")
     if args.raw_gate and not args.topology:
         raise ConfigError("--raw-gate: expected --topology; what is measured here has its gate activated outside")
+    for option in ("peers", "plot"):
+        if getattr(args, option) and not args.topology:
+            raise ConfigError(f"--{option}: expected --topology")
+    if args.plot:
+        report.check_file("plot", args.plot)
+        if Path(args.plot).suffix not in PICTURES:
+            raise ConfigError(f"--plot = {args.plot}: expected a name that ends in {', '.join(PICTURES)}")
     if args.baseline and (args.topology or args.segments):
         raise ConfigError("--baseline: expected neither --topology nor --segments; it is measured, on whole rows")
     report.check_json_argument(args.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU here is neither measured nor needed
+    if args.peers:
+        _check_peers()
     case = _case(args)
     from k3_jax.bench import kda_measured, kda_predicted
 
     if args.topology:
-        return kda_predicted.run(case, args.topology, args.implementation, args.json)
+        return kda_predicted.run(case, args.topology, args.implementation, args.peers, args.plot, args.json)
     return kda_measured.run(case, args.repeats, args.baseline, args.json)
+
+
+def _check_peers() -> None:
+    from k3_jax.bench.kda_tpu_peers import PEERS, installed
+
+    if not installed():
+        raise ConfigError(f"--peers: expected one of {', '.join(p.package for p in PEERS.values())} to be installed")
 
 
 def integers(text: str) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 import sys
 
-from k3_jax.bench import report
+from k3_jax.bench import kda_tpu_peers, report
 from k3_jax.config import ConfigError
 from pallas_kernels.common.dump import DumpError
 from pallas_kernels.common.schedule import Schedule, schedule_of, table_of
 from pallas_kernels.kda.bench import Case, compulsory_bytes, operations
 
+Summary = dict[str, float | None]
+Summaries = dict[str, Summary]  # by direction
 SLOTS = {"MXU": "MXU", "VALU": "VALU", "load": "VLOAD", "store": "VSTORE", "fill": "FILL", "spill": "SPILL"}
 CAVEATS = """\
 Predicted, not measured: the bundles of the final schedule at 1.43 per ns (a rate for TPU7x: of five published points
@@ -18,7 +20,7 @@ without padding. Shares are of slots in the steady steps of the Pallas calls, or
 fills and spills are among loads and stores. Regions that a flag in a scalar-prefetch table guards are not counted."""
 
 
-def run(case: Case, topology: str, implementation: str, json_place: str | None) -> int:
+def run(case: Case, topology: str, implementation: str, peers: bool, plot: str | None, json_place: str | None) -> int:
     schedules = {}
     for backward, direction in enumerate(report.DIRECTIONS):
         report.progress(f"{direction}: compiling for {topology}, which may take minutes")
@@ -32,8 +34,66 @@ def run(case: Case, topology: str, implementation: str, json_place: str | None) 
     numbers = {direction: summary(schedule, case.token_heads) for direction, schedule in schedules.items()}
     text = [f"{implementation} on one device of {topology}, {case}"]
     text += [_text(direction, schedule, case) for direction, schedule in schedules.items()]
+    others = _peers(case, topology) if peers else {}
+    everybody = {"k3_jax": numbers, **others}
+    if peers:
+        text.append(_side_by_side(everybody))
+        numbers = numbers | {"peers": others}
+    if plot:
+        draw(everybody, f"{case} on {topology}, predicted", plot)
     report.publish(json_place, {"shape": case.sizes, **numbers}, "\n\n".join([*text, CAVEATS]))
     return 0
+
+
+def _peers(case: Case, topology: str) -> dict[str, Summaries]:
+    """The same of every public kernel that is installed and supports the chip."""
+    found: dict[str, Summaries] = {}
+    for name in kda_tpu_peers.installed():
+        for backward in (False, True)[: 1 + kda_tpu_peers.PEERS[name].backward]:
+            direction = report.DIRECTIONS[backward]
+            report.progress(f"{direction} of {name}: compiling for {topology}, which may take minutes")
+            try:
+                schedule = schedule_of(
+                    "k3_jax.bench.kda_tpu_peers:lower", table=kda_tpu_peers.TABLE, topology=topology,
+                    shape=list(case.sizes.values()), peer=name, backward=backward,
+                )  # fmt: skip
+            except (ValueError, DumpError) as error:
+                print(f"k3 bench kda: {direction} of {name} does not compile for {topology}: {error}", file=sys.stderr)
+                continue
+            found.setdefault(name, {})[direction] = summary(schedule, case.token_heads)
+    return found
+
+
+def _side_by_side(everybody: dict[str, Summaries]) -> str:
+    rows = [("", "bundles/token/head", "HBM MB", "MXU", "fill", "spill", "predicted ms")]
+    for name, summaries in everybody.items():
+        for direction, x in summaries.items():
+            shares = (f"{100 * x[f'{slot}_share']:.0f} %" for slot in ("mxu", "fill", "spill"))
+            predicted = "-" if x["predicted_ms"] is None else f"{x['predicted_ms']:.3f}"
+            bundles = f"{x['bundles_per_token_head']:.2f}"
+            rows.append((f"{direction} {name}", bundles, f"{x['hbm_mb']:.0f}", *shares, predicted))
+    return report.columns(rows)
+
+
+def draw(everybody: dict[str, Summaries], title: str, place: str) -> None:
+    """Bars of bundles per token and head."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for i, direction in enumerate(report.DIRECTIONS):
+        bars = [
+            (at + 0.4 * i, x[direction]["bundles_per_token_head"])
+            for at, x in enumerate(everybody.values())
+            if direction in x
+        ]
+        drawn = axes.bar(*zip(*bars, strict=True), width=0.4, label=direction.replace("_", " + "))
+        axes.bar_label(drawn, fmt="%.2f")
+    axes.set_xticks([at + 0.2 for at in range(len(everybody))], list(everybody))
+    axes.set_ylabel("bundles per token and head")
+    axes.set_title(title, fontsize="medium")
+    axes.legend()
+    figure.savefig(place, dpi=150)
 
 
 def _schedule(case: Case, topology: str, implementation: str, backward: bool) -> Schedule:
@@ -43,7 +103,7 @@ def _schedule(case: Case, topology: str, implementation: str, backward: bool) ->
     )  # fmt: skip
 
 
-def summary(schedule: Schedule, token_heads: int) -> dict[str, float | None]:
+def summary(schedule: Schedule, token_heads: int) -> Summary:
     """The numbers of one program, XLA's ops included."""
     seconds = schedule.predicted_seconds
     return {

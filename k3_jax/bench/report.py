@@ -19,12 +19,15 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def check_json_argument(place: str | None) -> None:
+    if place not in (None, STDOUT):
+        check_file("json", place)
+
+
+def check_file(option: str, place: str) -> None:
     """Before anything is measured. Raises ConfigError if the file cannot be one."""
-    if place in (None, STDOUT):
-        return
     path = Path(place).absolute()
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--json = {place}: expected a file in a folder that can be written to, or -")
+        raise ConfigError(f"--{option} = {place}: expected a file in a folder that can be written to")
 
 
 def publish(place: str | None, numbers: dict[str, Any], text: str) -> None:

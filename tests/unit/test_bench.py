@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3_jax.bench import kda_measured, kda_peers, kda_predicted, measure
+from k3_jax.bench import kda_measured, kda_peers, kda_predicted, kda_tpu_peers, measure
 from k3_jax.cli import main
 from pallas_kernels.attention import bench as attention_bench
 from pallas_kernels.common import tpu
@@ -139,6 +139,28 @@ def test_predicted_text(bench, monkeypatch):
     assert "no calibration for v6e" in out and "Predicted, not measured" in out and "kda.1" in out
 
 
+def test_public_kernels_beside_ours(bench, monkeypatch, tmp_path):
+    """One that has no backward pass, and one that refuses the chip in one direction."""
+
+    def schedule_of(target, *, backward, peer=None, **_):
+        if peer == "tokamax" and not backward:
+            raise DumpError("out of VMEM")
+        return schedule_with(tpu.TPU7X)
+
+    monkeypatch.setattr(kda_predicted, "schedule_of", schedule_of)
+    monkeypatch.setattr(kda_tpu_peers, "installed", lambda: ["tokamax", "mega_kda"])
+    picture, place = tmp_path / "kda.png", tmp_path / "kda.json"
+    arguments = ["--topology", "tpu7x:2x2x1", "--peers", "--plot", str(picture), "--json", str(place)]
+    status, out, err = bench(*arguments)
+    assert status == 0 and "forward mega_kda" in out and "forward of tokamax does not compile" in err
+    numbers = json.loads(place.read_text())
+    assert {name: list(x) for name, x in numbers["peers"].items()} == {
+        "tokamax": ["forward_backward"], "mega_kda": ["forward"],
+    }  # fmt: skip
+    assert numbers["peers"]["mega_kda"]["forward"] == numbers["forward"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(("error", "status"), [(ValueError("topology = 'x'"), 2), (DumpError("out of VMEM"), 1)])
 def test_what_does_not_compile_is_one_line(bench, monkeypatch, error, status):
     def fail(*_, **__):
@@ -192,6 +214,8 @@ def test_packed_segments_do_not_see_each_other():
         (["--shape", "1,1000000,96,128"], "GB of states, and this machine has"),
         (["--repeats", "0"], "--repeats = 0: expected a positive integer"),
         (["--json", "nowhere/at/all.json"], "--json = nowhere/at/all.json: expected a file in a folder"),
+        (["--peers"], "--peers: expected --topology"),
+        (["--topology", "x", "--plot", "kda.txt"], "--plot = kda.txt: expected a name that ends in .png"),
     ],
 )
 def test_mistakes(bench, arguments, message):
