@@ -57,6 +57,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _skip_or_fail(NO_LIBTPU, REQUIRE_AOT, "K3_REQUIRE_AOT")
 
 
+MAPS, MOST_MAPS = Path("/proc/self/maps"), 40_000
+
+
+def pytest_runtest_teardown() -> None:
+    """Every compiled program maps memory; at Linux's default limit of 65,530 maps per process XLA crashes."""
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+
+
 def _skip_or_fail(reason: str, required: bool, variable: str) -> None:
     if required:
         pytest.fail(f"{reason}; {variable}=1 forbids to skip", pytrace=False)

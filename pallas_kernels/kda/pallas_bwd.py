@@ -10,8 +10,9 @@ e = v - K_in S (see `tiles`), and d' = scale * do (Kimi Linear report, derived i
 
 No gradient of A is formed (dL needs Z and U alone), and no W. The gradient of a decay is read off those of the
 products: with dG_i = q_i dq_i + k_i (dk_i as a row - dk_i as a column), dg_t is the sum of dG over the rows from t to
-the chunk's end plus what K_out and the decay of the state contribute. A row's product with itself has no decay and is
-kept out of dG, where it would cancel only up to rounding.
+the chunk's end, of K_out dK_out over the rows before t, and of what the decay of the state contributes. A row's product
+with itself has no decay and is kept out of dG, where it would cancel only up to rounding; and so would K_out's, were it
+counted as a column and its sum over all rows added: its last row, not decayed at all, is the largest.
 """
 
 import functools
@@ -168,14 +169,13 @@ def _head(h, problem: Problem, heads: int, inputs: Inputs, saved: Saved, gradien
     d = d._replace(L=chunk.beta[:, :CHUNK] * d.L)
     by = yield from chunk.pullback(d)
     itself = jnp.sum(do * U, axis=1, keepdims=True)
-    dq, dk = by.q + itself * chunk.k, by.k_row + by.k_column + itself * chunk.q
+    dq, dk = by.q + itself * chunk.k, by.k_row + by.k_column + by.k_out + itself * chunk.q
     for ref, gradient in ((gradients.q, dq), (gradients.k, dk)):
         write_live(masks, ref, (0, slice(None), of_gate), gradient.astype(ref.dtype))
     yield
-    at_end = jnp.sum(x.k_out.astype(jnp.float32) * d.k_out, axis=0, keepdims=True)
-    at_end = at_end + x.decay * jnp.sum(S.astype(jnp.float32) * dS, axis=0, keepdims=True)
-    dG = chunk.q * by.q + chunk.k * (by.k_row - by.k_column)
-    dg = tiles.running_sum(iota(1) >= iota(0), dG, dtype) + at_end
+    dG, of_out = chunk.q * by.q + chunk.k * (by.k_row - by.k_column), chunk.k * by.k_out
+    dg = tiles.running_sums([iota(1) >= iota(0), iota(1) < iota(0)], [dG, of_out], dtype)
+    dg = dg + x.decay * jnp.sum(S.astype(jnp.float32) * dS, axis=0, keepdims=True)
     if problem.bound is None:
         dg = jnp.where(chunk.g < GATE_FLOOR, 0.0, dg)
     if rates is not None:

@@ -63,11 +63,12 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of q and k, float32; k's apart as a row (decayed from before) and as a column (decayed to after)."""
+    """Of q and k, float32; k's apart as a row (decayed from before), as a column (decayed to later rows), as K_out."""
 
     q: Float[Array, "C K"]
     k_row: Float[Array, "C K"]
     k_column: Float[Array, "C K"]
+    k_out: Float[Array, "C K"]
 
 
 Pullback = Callable[[Cotangents], Generator[None, None, Gradients]]
@@ -75,12 +76,18 @@ Pullback = Callable[[Cotangents], Generator[None, None, Gradients]]
 
 def running_sum(where: Bool[Array, "C C"], g: Float[Array, "C K"], dtype: DTypeLike) -> Float[Array, "C K"]:
     """sum_j where_ij g_j, on the matrix unit. In bfloat16 g is the sum of two parts: 2^-17 of every term is lost."""
-    if dtype == jnp.float32:
-        return dot(where.astype(jnp.float32), g)
-    high = g.astype(dtype)
-    low = (g - high.astype(jnp.float32)).astype(dtype)
-    ones = where.astype(jnp.float32).astype(dtype)
-    return dot(jnp.concatenate([ones, ones], axis=1), jnp.concatenate([high, low], axis=0))
+    return running_sums([where], [g], dtype)
+
+
+def running_sums(
+    where: list[Bool[Array, "C C"]], x: list[Float[Array, "C K"]], dtype: DTypeLike
+) -> Float[Array, "C K"]:
+    """The sum of several running sums, in one product."""
+    if dtype != jnp.float32:
+        high = [part.astype(dtype) for part in x]
+        x = high + [(part - h.astype(jnp.float32)).astype(dtype) for part, h in zip(x, high, strict=True)]
+    ones = [part.astype(jnp.float32).astype(dtype) for part in where] * (len(x) // len(where))
+    return dot(jnp.concatenate(ones, axis=1), jnp.concatenate(x))
 
 
 def products_bounded(
@@ -143,7 +150,7 @@ def products_bounded(
             for x, state in zip(of_rows, (d.q_in, d.k_in), strict=True)
         )
         earlier = jnp.concatenate([*(x * y for x, y in zip(left, leave, strict=True)), jnp.zeros_like(own[-1])])
-        return Gradients(dq, dk, fall * (jnp.concatenate(own) + decayed(d.k_out, end)) + earlier)
+        return Gradients(dq, dk, fall * jnp.concatenate(own) + earlier, fall * decayed(d.k_out, end))
 
     yield
     products = Products(
@@ -181,14 +188,14 @@ def products_any(
     rise, to_end = (jnp.exp2(running_sum(run, g, dtype)) for run in (column <= row, column > row))
 
     def pullback(d: Cotangents) -> Generator[None, None, Gradients]:
-        dq, dk_row, dk_column = rise * d.q_in, rise * d.k_in, to_end * d.k_out
+        dq, dk_row, dk_column = rise * d.q_in, rise * d.k_in, 0.0
         for x, factor, pairs in zip(rows, factors, here, strict=True):
             both = jnp.concatenate([jnp.where(pairs, d.P, 0.0), jnp.where(pairs, d.L, 0.0)]).astype(dtype)
             by_row, by_column = dot(both, x[CHUNK:]), dot(both, x, COLUMNS_BY_ROWS)
             yield
             dq, dk_row = dq + factor * by_row[:CHUNK], dk_row + factor * by_row[CHUNK:]
             dk_column = dk_column + factor * by_column
-        return Gradients(dq, dk_row, dk_column)
+        return Gradients(dq, dk_row, dk_column, to_end * d.k_out)
 
     yield
     products = Products(P, L, *((x * rise).astype(dtype) for x in (q, k)), (k * to_end).astype(dtype), rise[-1:])

@@ -20,7 +20,7 @@ FLA = {"q": 8e-3, "k": 8e-3, "v": 8e-3, "initial_state": 8e-3, "g": 2e-2, "beta"
 LIMITS = {
     ("pallas", "float32"): {
         "plain": (2e-5, 1e-4),
-        "steep": (2e-5, dict.fromkeys(FLA, 1e-4) | {"g": 2e-4}),
+        "steep": (2e-5, 1e-4),
         "correlated": (1e-4, 1e-4),
         "alternating": (1e-4, 1e-4),
         "copies": (1e-4, 1e-4),
