@@ -1,5 +1,7 @@
-"""`k3 bench kda`: Kimi Delta Attention, measured on this machine's CPU or predicted for a TPU. Imports no JAX until it
-runs."""
+"""`k3 bench kda`: Kimi Delta Attention, measured on this machine's TPU or CPU, or predicted for a TPU.
+
+Imports no JAX until it runs.
+"""
 
 import argparse
 import os
@@ -12,7 +14,7 @@ from k3_jax.config import ConfigError
 if TYPE_CHECKING:
     from pallas_kernels.kda.bench import Case
 
-MEASURED_SHAPE, PREDICTED_SHAPE = (1, 512, 2, 64), (1, 8192, 32, 128)
+SMALL_SHAPE, LARGE_SHAPE = (1, 512, 2, 64), (1, 8192, 32, 128)
 DTYPES = ("float32", "bfloat16")
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -20,8 +22,8 @@ PICTURES = (".png", ".pdf", ".svg")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", type=integers, metavar="B,T,H,K[,V]",
-        help=f"batch, tokens, heads, channels of keys and of values (default: {_text(MEASURED_SHAPE)}; with --topology "
-        f"{_text(PREDICTED_SHAPE)})",
+        help=f"batch, tokens, heads, channels of keys and of values (default: {_text(SMALL_SHAPE)}; with --topology "
+        f"{_text(LARGE_SHAPE)})",
     )  # fmt: skip
     parser.add_argument(
         "--segments", type=integers, default=(), metavar="LENGTHS",
@@ -69,14 +71,24 @@ def run(args: argparse.Namespace) -> int:
     if args.baseline and (args.topology or args.segments):
         raise ConfigError("--baseline: expected neither --topology nor --segments; it is measured, on whole rows")
     report.check_json_argument(args.json)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU here is neither measured nor needed
+    if args.topology:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU here is not needed
+    import jax
+
+    on_tpu = not args.topology and jax.default_backend() == "tpu"
     if args.peers:
         _check_peers()
-    case = _case(args)
-    from k3_jax.bench import kda_measured, kda_predicted
+    case = _case(args, large=bool(args.topology) or on_tpu)
+    from k3_jax.bench import kda_device, kda_measured, kda_predicted
 
     if args.topology:
         return kda_predicted.run(case, args.topology, args.implementation, args.peers, args.plot, args.json)
+    if on_tpu and args.baseline:
+        raise ConfigError(
+            "--baseline: expected a CPU; it is not written for a TPU (JAX_PLATFORMS=cpu measures the CPU)"
+        )
+    if on_tpu:
+        return kda_device.run(case, args.repeats, args.json)
     return kda_measured.run(case, args.repeats, args.baseline, args.json)
 
 
@@ -98,17 +110,17 @@ def _text(numbers: tuple[int, ...]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _case(args: argparse.Namespace) -> "Case":
+def _case(args: argparse.Namespace, large: bool) -> "Case":
     """What is benchmarked, of the arguments."""
     from pallas_kernels.kda.bench import Case
 
-    shape = args.shape or (PREDICTED_SHAPE if args.topology else MEASURED_SHAPE)
+    shape = args.shape or (LARGE_SHAPE if large else SMALL_SHAPE)
     if args.segments and not args.shape:
         shape = (1, sum(args.segments), *shape[2:])
     if len(shape) not in (4, 5):
         raise ConfigError(f"--shape = {_text(shape)}: expected B,T,H,K or B,T,H,K,V")
     values = shape[4] if len(shape) == 5 else shape[3]
-    dtype = args.dtype or ("bfloat16" if args.topology else "float32")
+    dtype = args.dtype or ("bfloat16" if large else "float32")
     try:
         return Case(*shape[:4], values, dtype, args.segments, args.raw_gate)
     except ValueError as error:

@@ -33,9 +33,9 @@ def run(case: Case, repeats: int, baseline: str | None, json_place: str | None) 
     for backward, direction in enumerate(report.DIRECTIONS):
         report.progress(f"{direction}: compiling, and checking against a recurrence in float64")
         with no_disk_cache():
-            ours = [_ours(case, inputs, bool(backward), name) for name in (*OURS, *filter(None, [baseline]))]
-            expected = _exact(case, inputs, bool(backward))
-        entrants[direction] = ours + peers(case, inputs, bool(backward))
+            entered = [ours(case, inputs, bool(backward), name) for name in (*OURS, *filter(None, [baseline]))]
+            expected = exact(case, inputs, bool(backward))
+        entrants[direction] = entered + peers(case, inputs, bool(backward))
         deviations[direction] = [errors(entrant, expected) for entrant in entrants[direction]]
     if lines := [x for d in entrants for x in failures(d, entrants[d], deviations[d], TOLERANCE[case.dtype])]:
         print("\n".join(f"k3 bench kda: {line}; nothing was timed" for line in lines), file=sys.stderr)
@@ -77,16 +77,22 @@ def _named(results: Any, backward: bool) -> Outputs:
     return {name: np.asarray(x) for name, x in {"o": results[0], **gradients}.items()}
 
 
-def _ours(case: Case, inputs: dict[str, np.ndarray], backward: bool, implementation: str) -> Contestant:
+def ours(case: Case, inputs: dict[str, np.ndarray], backward: bool, implementation: str, calls: int = 1) -> Contestant:
+    """Running it dispatches `calls` calls and waits for the last."""
     arguments = [jnp.asarray(x) for x in _arguments(inputs, backward)]
     started = time.perf_counter()
     compiled = jax.jit(_function(case, backward, implementation)).lower(*arguments).compile()
     seconds = time.perf_counter() - started
-    call = lambda: jax.block_until_ready(compiled(*arguments))  # noqa: E731
-    return Contestant(implementation, call, lambda results: _named(results, backward), seconds)
+
+    def run():
+        for _ in range(calls):
+            results = compiled(*arguments)
+        return jax.block_until_ready(results)
+
+    return Contestant(implementation, run, lambda results: _named(results, backward), seconds)
 
 
-def _exact(case: Case, inputs: dict[str, np.ndarray], backward: bool) -> Outputs:
+def exact(case: Case, inputs: dict[str, np.ndarray], backward: bool) -> Outputs:
     """The recurrence in float64."""
     with jax.enable_x64(True):
         arguments = [jnp.asarray(x.astype(np.float64)) for x in _arguments(inputs, backward)]

@@ -41,7 +41,7 @@ def compile_program(target: str, arguments: dict[str, Any], folder: Path, timeou
     """Compile what a function lowers and dump it into an empty folder.
 
     `target` is "module:function" or "file.py:function"; called with `arguments`, it returns a `jax.stages.Lowered`.
-    Raises ValueError if it raises, DumpError if compiling does, subprocess.TimeoutExpired after `timeout` seconds.
+    Raises ValueError if it raises, DumpError if compiling does or takes more than `timeout` seconds.
     """
     environment = os.environ | {
         "LIBTPU_INIT_ARGS": " ".join(_FLAGS).format(folder),
@@ -51,7 +51,10 @@ def compile_program(target: str, arguments: dict[str, Any], folder: Path, timeou
     }
     code = "import sys; from pallas_kernels.common import dump; sys.exit(dump.write_program(*sys.argv[1:]))"
     command = [sys.executable, "-c", code, target, json.dumps(arguments), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise DumpError(f"compiling takes more than {timeout} s") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise (ValueError if done.returncode == _REFUSED else DumpError)(lines[-1])

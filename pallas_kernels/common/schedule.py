@@ -133,7 +133,7 @@ def schedule_of(target: str, *, timeout: int = 1200, table: int | None = None, *
     The function is called with `arguments`, which must be of JSON's types, in a process of its own and returns a
     `jax.stages.Lowered`, as of `aot.lower_for`. `table` is the value assumed for every word of scalar-prefetch
     operands; None leaves what depends on them undecided. Raises ValueError if the function raises, DumpError if the
-    compiler does, subprocess.TimeoutExpired after `timeout` seconds.
+    compiler does, or takes more than `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="k3-schedule-") as folder:
         compile_program(target, arguments, Path(folder), timeout)

@@ -1,7 +1,5 @@
 """Schedules of small Pallas kernels whose work is known: grids, steady steps, loops of the program around them."""
 
-import subprocess
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -144,5 +142,5 @@ def test_failures_are_one_line():
         schedule_of(f"{__file__}:lower_nothing")
     with pytest.raises(DumpError, match="(?i)memory"):
         schedule_of(f"{__file__}:lower_too_large", topology=TOPOLOGY)
-    with pytest.raises(subprocess.TimeoutExpired):
+    with pytest.raises(DumpError, match="more than 1 s"):
         schedule_of(f"{__file__}:lower_walks", topology=TOPOLOGY, timeout=1)

@@ -4,11 +4,12 @@ import json
 import sys
 from collections import Counter
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3_jax.bench import kda_measured, kda_peers, kda_predicted, kda_tpu_peers, measure
+from k3_jax.bench import kda_device, kda_measured, kda_peers, kda_predicted, kda_tpu_peers, measure
 from k3_jax.cli import main
 from pallas_kernels.attention import bench as attention_bench
 from pallas_kernels.common import tpu
@@ -60,14 +61,36 @@ def test_baseline(bench, monkeypatch):
     assert status == 2 and "--baseline: expected neither" in err
 
 
+def test_on_a_tpu(bench, monkeypatch):
+    """A CPU that calls itself a TPU, without the kernels that it cannot run."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(kda_device, "IMPLEMENTATIONS", ("xla",))
+    monkeypatch.setattr(kda_device.tpu, "chip", lambda kind: tpu.V6E)
+    status, out, err = bench("--shape", "2,600,4,16", "--dtype", "float32", "--repeats", "2", "--json", "-")
+    assert status == 0, err
+    numbers = json.loads(out)
+    assert numbers["shape"] == {"B": 2, "T": 600, "H": 4, "K": 16, "V": 16}
+    row = numbers["forward_backward"]["xla"]
+    assert 0 < row["min_ms"] <= row["median_ms"]
+    assert row["of_flops_roof"] == pytest.approx(row["tflops"] / 920)
+    assert bench("--baseline", "dplr")[0] == 2
+
+
+def test_share_of_the_roofs():
+    found = kda_device.summary(FULL, False, tpu.TPU7X, [kda_device.CALLS * x for x in (2e-3, 1e-3, 4e-3)])
+    assert found["min_ms"] == pytest.approx(1) and found["median_ms"] == pytest.approx(2)
+    assert found["tflops"] == pytest.approx(operations(FULL, False) / 2e-3 / 1e12)
+    assert found["of_hbm_roof"] == pytest.approx(compulsory_bytes(FULL, False) / 3.7e12 / 2e-3)
+
+
 @pytest.mark.parametrize("wrong", [0.0, np.nan])
 def test_a_wrong_result_stops_it(bench, monkeypatch, wrong):
     right, shape = {"o": np.ones(3)}, ("--shape", "1,4,1,8")
     entrant = lambda case, inputs, backward, name: measure.Contestant(  # noqa: E731
         name, lambda: None, lambda _: {"o": right["o"] * (wrong if backward and name == "xla" else 1)}
     )
-    monkeypatch.setattr(kda_measured, "_ours", entrant)
-    monkeypatch.setattr(kda_measured, "_exact", lambda *_: right)
+    monkeypatch.setattr(kda_measured, "ours", entrant)
+    monkeypatch.setattr(kda_measured, "exact", lambda *_: right)
     monkeypatch.setattr(kda_measured, "peers", lambda *_: [])
     monkeypatch.setattr(kda_measured, "run_in_turn", lambda *_: pytest.fail("timed"))
     status, out, err = bench(*shape)
@@ -233,7 +256,7 @@ def test_peers_agree():
     case = Case(1, 70, 2, 8, 8, "float32", segments=(3, 0, 67))
     inputs = make_inputs(case)
     entrants = kda_peers.peers(case, inputs, backward=True)
-    expected = kda_measured._exact(case, inputs, True)
+    expected = kda_measured.exact(case, inputs, True)
     assert entrants and max(max(measure.errors(entrant, expected).values()) for entrant in entrants) < 1e-5
 
 
