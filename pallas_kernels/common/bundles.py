@@ -21,6 +21,7 @@ Value = int | bool | None  # None is unknown
 
 _CORE = re.compile(r"sld \[smem:[^\]]*\]\] /\* megacore core id")  # of two cores in one device: we follow core 0
 _CALL = re.compile(r"inlined_call\b[^/]*/\* %([\w.\-]+) = ")
+_NAME = re.compile(r"/\*\w+=\*/")  # of an operand; stands inside of other comments too
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*>*\s*\{(.*)\}\s*$", re.MULTILINE)
 _CELL = re.compile(r"\[smem:\[([^\]]*)\]\]")
@@ -76,7 +77,7 @@ class Execution:
 
 def read_bundles(text: str) -> list[str]:
     """The bundles of a `packed-bundles` or `final_bundles` dump: instructions separated by `;;`, empty for a wait."""
-    return [bundle.strip() for bundle in _BUNDLE.findall(_COMMENT.sub("", _CORE.sub("smov 0 /*", text)))]
+    return [bundle.strip() for bundle in _BUNDLE.findall(_COMMENT.sub("", _NAME.sub("", _CORE.sub("smov 0 /*", text))))]
 
 
 def called_ops(text: str) -> list[list[str]]:

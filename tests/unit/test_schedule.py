@@ -139,3 +139,14 @@ def test_shapes():
     text = "%f (p: pred[3]) -> pred[3] {\n  %p = (pred[3]{0}, f8e4m3fn[2,5]{1,0}, s4[3]{0}, f32[]) parameter(0)\n}"
     assert [size for size, _ in read_hlo(text)["f"]["p"].arrays] == [3, 10, 2, 4]
     assert np.prod([in_hbm for _, in_hbm in read_hlo(text)["f"]["p"].arrays]) == 1
+
+
+def test_a_comment_of_several_lines_with_names_inside():
+    text = """     0   :  { %s1_s0 = smov 3 }
+   0x1   :  { %2 = dma.hbm_to_vmem [thread:$0]  (%p3_p0), /*hbm=*/%s4_s1, /*steps_per_stride=*/%s5_s2 /*
+dynamic_base_bounds: (%s6 = scalar_select /*predicate=*/%p7, /*on_true=*/0, 1)
+strides: (1, 16) */ } /* Start region 0 */
+   0x2   :  {}
+"""
+    first, second, third = read_bundles(text)
+    assert first == "%s1_s0 = smov 3" and second.endswith("%s4_s1, %s5_s2") and third == ""
