@@ -49,7 +49,7 @@ test-fast: $(STAMP)
 	$(PYTEST) -q -m "not slow and not aot and not multiprocess" $(ARGS)
 
 test-slow: $(STAMP)
-	$(PYTEST) -q -m "slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) -q -m "slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 # One process: the TPU compiler uses every core by itself.
 test-aot: $(STAMP)
