@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from pallas_kernels.common.schedule import Schedule
 
 SHAPE, COMPETITORS = "1,8192,8", ("pallas", "splash")
-HEADS_PER_STEP = {"pallas": 2, "splash": 1}
 CAVEATS = """\
 Predicted, not measured: bundles of the final schedule at 1.43 per ns (a rate for TPU7x), or the HBM traffic at full
 bandwidth, whichever takes longer. Every pair of blocks on or below the diagonal is counted as a step without a mask;
 steps above it, which Splash has and skips, are free here. XLA's ops around the calls are in bundles and traffic.
+Traffic is operands and results, once per call: that keys are read again for every block of queries is not in it.
 Shares are of slots in the steady steps of the kernels."""
 
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if len(args.shape) != 3:
         raise ConfigError(f"--shape = {','.join(map(str, args.shape))}: expected B,T,H")
     os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU here is neither measured nor needed
-    from pallas_kernels.attention.bench import STEADY, Case
+    from pallas_kernels.attention.bench import TABLE, Case
     from pallas_kernels.common.dump import DumpError
     from pallas_kernels.common.schedule import schedule_of
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             for competitor in COMPETITORS:
                 report.progress(f"{direction}, {competitor}: compiling for {args.topology}, which may take minutes")
                 schedule = schedule_of(
-                    "pallas_kernels.attention.bench:lower", table=STEADY[competitor], topology=args.topology,
+                    "pallas_kernels.attention.bench:lower", table=TABLE[competitor], topology=args.topology,
                     shape=list(args.shape), competitor=competitor, backward=bool(backward),
                 )  # fmt: skip
                 numbers[direction][competitor] = summary(schedule, case, competitor)
@@ -73,7 +73,7 @@ def summary(schedule: "Schedule", case: "Case", competitor: str) -> dict[str, fl
     """The numbers of one program, XLA's ops included."""
     from pallas_kernels.common.schedule import BUNDLES_PER_SECOND
 
-    steps = case.pairs / HEADS_PER_STEP[competitor]
+    steps = case.steps(competitor)
     bundles = sum(op.code.step.bundles * steps if op.kind == "pallas" else op.bundles for op in schedule.ops)
     rate, traffic = BUNDLES_PER_SECOND.get(schedule.chip.name), schedule.hbm_bytes / schedule.chip.hbm_bandwidth
     return {

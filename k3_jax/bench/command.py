@@ -15,7 +15,7 @@ class Bench:
 BENCHES = {
     "kda": Bench(
         "k3_jax.bench.kda",
-        "Kimi Delta Attention: measured on this machine's CPU, or predicted for a TPU",
+        "Kimi Delta Attention: measured on this machine's TPU or CPU, or predicted for a TPU",
         "k3 bench kda --shape 1,512,2,64 --json -\n  k3 bench kda --topology tpu7x:2x2x1 --json kda.json",
     ),
     "attention": Bench(

@@ -22,15 +22,17 @@ PICTURES = (".png", ".pdf", ".svg")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", type=integers, metavar="B,T,H,K[,V]",
-        help=f"batch, tokens, heads, channels of keys and of values (default: {_text(SMALL_SHAPE)}; with --topology "
-        f"{_text(LARGE_SHAPE)})",
+        help=f"batch, tokens, heads, channels of keys and of values (default: {_text(SMALL_SHAPE)}; with --topology, "
+        f"and on a TPU, {_text(LARGE_SHAPE)})",
     )  # fmt: skip
     parser.add_argument(
         "--segments", type=integers, default=(), metavar="LENGTHS",
         help="lengths of packed sequences that fill T, as 300,1,0,700,1047",
     )  # fmt: skip
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of q, k, v and beta (default: float32; with --topology bfloat16)"
+        "--dtype",
+        choices=DTYPES,
+        help="of q, k, v and beta (default: float32; with --topology, and on a TPU, bfloat16)",
     )
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="runs of each (default: 20)")
     parser.add_argument("--topology", metavar="NAME", help="predict for one device of a TPU, such as tpu7x:2x2x1")
@@ -80,9 +82,16 @@ def run(args: argparse.Namespace) -> int:
         _check_peers()
     case = _case(args, large=bool(args.topology) or on_tpu)
     from k3_jax.bench import kda_device, kda_measured, kda_predicted
+    from pallas_kernels.kda.api import LARGEST_HEAD
 
     if args.topology:
         return kda_predicted.run(case, args.topology, args.implementation, args.peers, args.plot, args.json)
+    if args.peers and (case.segments or case.dtype != "bfloat16"):
+        raise ConfigError(
+            "--peers: expected neither --segments nor float32; they are compiled for whole rows in bfloat16"
+        )
+    if on_tpu and max(case.K, case.V) > LARGEST_HEAD:
+        raise ConfigError(f"--shape = {_text(args.shape)}: expected K, V <= {LARGEST_HEAD} for the kernels")
     if on_tpu and args.baseline:
         raise ConfigError(
             "--baseline: expected a CPU; it is not written for a TPU (JAX_PLATFORMS=cpu measures the CPU)"

@@ -37,7 +37,9 @@ def run(case: Case, topology: str, implementation: str, peers: bool, plot: str |
     others = _peers(case, topology) if peers else {}
     everybody = {"k3_jax": numbers, **others}
     if peers:
-        text.append(_side_by_side(everybody))
+        text.append(
+            f"{_side_by_side(everybody)}\n(the others from the gate's logits in bfloat16, as ours with --raw-gate)"
+        )
         numbers = numbers | {"peers": others}
     if plot:
         draw(everybody, f"{case} on {topology}, predicted", plot)

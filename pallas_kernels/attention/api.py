@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import pallas
-from pallas_kernels.attention.blockwise import blockwise_attention
+from pallas_kernels.attention.blockwise import NEGATIVE, blockwise_attention
 from pallas_kernels.common.dispatch import on_tpu
 
 __all__ = ["Implementation", "blockwise_attention", "mla_attention"]
@@ -29,24 +29,27 @@ def mla_attention(
         o_t = sum_s softmax_s(scale (<q_nope_t, k_nope_s> + <q_pe_t, k_pe_s>)) v_s,   s <= t of the same segment
 
     Arguments:
-        q_nope, q_pe      the two parts of the queries.
+        q_nope, q_pe      the two parts of the queries. All four arrays are float32, or all bfloat16.
         kv                [k_nope | v], the expanded latents.
         k_pe              the extra part of the keys, the same for all heads.
         segment_ids       int32: tokens attend within their number. Negative is padding, whose output is 0. None: one
                           segment.
-        implementation    "xla" (blocks of 512) or "pallas" (for TPU; R up to 64; products in kv's type). None chooses:
-                          "pallas" where the mesh, or else the default backend, is a TPU, "xla" elsewhere.
+        implementation    "xla" (blocks of 512) or "pallas" (for TPU; R up to 64). None chooses: "pallas" where R allows
+                          and the mesh, or else the default backend, is a TPU, "xla" elsewhere.
 
     Returns the outputs in kv's type, accumulated in float32, and the largest logit of every head, without gradient.
     Nothing of size T x T is made, forward or backward. Raises ValueError naming the argument.
     """
-    _check(q_nope, q_pe, kv, k_pe, segment_ids)
-    match implementation or ("pallas" if on_tpu() else "xla"):
+    _check(q_nope, q_pe, kv, k_pe, segment_ids, scale)
+    if 0 in q_nope.shape:
+        return kv[..., q_nope.shape[3] :], jnp.full(q_nope.shape[2], NEGATIVE, jnp.float32)
+    fits = q_pe.shape[3] <= pallas.HALF
+    match implementation or ("pallas" if on_tpu() and fits else "xla"):
         case "xla":
             return _expanded(q_nope, q_pe, kv, k_pe, segment_ids, scale)
+        case "pallas" if not fits:
+            raise ValueError(f"q_pe.shape = {q_pe.shape}: expected R <= {pallas.HALF} for 'pallas'")
         case "pallas":
-            if q_pe.shape[3] > pallas.HALF:
-                raise ValueError(f"q_pe.shape = {q_pe.shape}: expected R <= {pallas.HALF} for 'pallas'")
             return pallas.mla_attention_pallas(q_nope, q_pe, kv, k_pe, segment_ids, scale=scale)
         case _:
             raise ValueError(f"implementation = {implementation!r}: expected None, 'xla' or 'pallas'")
@@ -62,22 +65,29 @@ def _expanded(q_nope, q_pe, kv, k_pe, segment_ids, scale):
     return o[:, :, :, 0], peak[:, 0]
 
 
-def _check(q_nope, q_pe, kv, k_pe, segment_ids):
+def _check(q_nope, q_pe, kv, k_pe, segment_ids, scale):
     for name, x, rank in (("q_nope", q_nope, 4), ("q_pe", q_pe, 4), ("kv", kv, 4), ("k_pe", k_pe, 3)):
         if x.ndim != rank:
             raise ValueError(f"{name}.shape = {x.shape}: expected {rank} dimensions")
+        if x.dtype != kv.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(
+                f"{name}.dtype = {x.dtype}: expected float32 or bfloat16, and the same as kv's, {kv.dtype}"
+            )
     B, T, H, N = q_nope.shape
     R = k_pe.shape[2]
-    for name, x, expected in (
-        ("q_pe", q_pe, (B, T, H, R)),
-        ("k_pe", k_pe, (B, T, R)),
-        ("kv", kv, (B, T, H, kv.shape[3])),
-    ):
+    shapes = ("q_pe", q_pe, (B, T, H, R)), ("k_pe", k_pe, (B, T, R)), ("kv", kv, (B, T, H, kv.shape[3]))
+    for name, x, expected in shapes:
         if x.shape != expected:
             raise ValueError(f"{name}.shape = {x.shape}: expected {expected} for q_nope {q_nope.shape}")
     if kv.shape[3] <= N:
         raise ValueError(
             f"kv.shape = {kv.shape}: expected more than {N} channels, the keys', for q_nope {q_nope.shape}"
         )
-    if segment_ids is not None and segment_ids.shape != (B, T):
+    if not scale > 0:
+        raise ValueError(f"scale = {scale}: expected a positive number")
+    if segment_ids is None:
+        return
+    if segment_ids.shape != (B, T):
         raise ValueError(f"segment_ids.shape = {segment_ids.shape}: expected {(B, T)} for q_nope {q_nope.shape}")
+    if segment_ids.dtype != jnp.int32:
+        raise ValueError(f"segment_ids.dtype = {segment_ids.dtype}: expected int32")

@@ -10,12 +10,17 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention.api import mla_attention
-from pallas_kernels.attention.pallas import BLOCK
+from pallas_kernels.attention.blocks import HEADS
+from pallas_kernels.attention.pallas import BLOCK as BLOCKS
+from pallas_kernels.attention.pallas import SPAN
+from pallas_kernels.attention.steps import STEADY
 from pallas_kernels.common import aot
 
 Competitor = Literal["pallas", "splash"]
 # What every word of the kernels' tables of steps is taken for: a step without a mask. Splash's are bytes.
-STEADY = {"pallas": 2, "splash": 0x02020202}
+TABLE = {"pallas": STEADY, "splash": 0x02020202}
+HEADS_PER_STEP = {"pallas": HEADS, "splash": 1}
+BLOCK = BLOCKS[2]  # in bfloat16
 
 
 @dataclass(frozen=True)
@@ -30,14 +35,15 @@ class Case:
     V: int = 128
 
     def __post_init__(self):
-        if min(self.B, self.H) < 1 or self.T < BLOCK or self.T % BLOCK:
-            raise ValueError(f"shape = {self.B},{self.T},{self.H}: expected positive sizes, T a multiple of {BLOCK}")
+        if min(self.B, self.H) < 1 or self.T % BLOCK or not BLOCK <= self.T <= SPAN:
+            raise ValueError(
+                f"shape = {self.B},{self.T},{self.H}: expected positive sizes, T a multiple of {BLOCK} up to {SPAN}"
+            )
 
-    @property
-    def pairs(self) -> int:
-        """Pairs of blocks that attend, in all rows and heads."""
+    def steps(self, competitor: Competitor) -> int:
+        """Grid steps in which blocks attend, in all rows and heads."""
         blocks = self.T // BLOCK
-        return self.B * self.H * blocks * (blocks + 1) // 2
+        return self.B * -(-self.H // HEADS_PER_STEP[competitor]) * blocks * (blocks + 1) // 2
 
     @property
     def widths(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.steps import Steps
+from pallas_kernels.attention.steps import field
 
 HEADS = 2
 LANES = 128
@@ -38,7 +38,7 @@ class Problem:
     has_segments: bool
 
     def tiles(self, size: int = TILE) -> list[slice]:
-        size = size if self.block % size == 0 else LANES
+        size = next(x for x in (size, TILE, LANES) if self.block % x == 0)
         return [slice(i, i + size) for i in range(0, self.block, size)]
 
 
@@ -69,7 +69,7 @@ class Inputs(NamedTuple):
 
 
 class Specs:
-    """Blocks of the grid (row, pair of heads, step); the steps are prefetched scalars [B F, M]."""
+    """Blocks of the grid (row, pair of heads, step). Prefetched scalars: the steps' words [B, M]."""
 
     def __init__(self, problem: Problem):
         p = problem
@@ -78,23 +78,29 @@ class Specs:
             q_nope=self.rows("q", HEADS * p.N),
             q_pe=self.rows("q", LANES),
             kv=self.rows("k", HEADS * (p.N + p.V)),
-            extra=pl.BlockSpec((1, p.block, HEADS * LANES), lambda b, h, m, s: (b, field(s, b, m, "k"), 0)),
+            extra=pl.BlockSpec((1, p.block, HEADS * LANES), lambda b, h, m, s: (b, field(s[b, m], "k"), 0)),
             q_segment=self.segment("q"),
             k_segment=self.segment("k"),
         )
 
     def rows(self, of: str, width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, self.block, width), lambda b, h, m, s: (b, field(s, b, m, of), h))
+        return pl.BlockSpec((1, self.block, width), lambda b, h, m, s: (b, field(s[b, m], of), h))
+
+    def rows_of_span(self, span: int, width: int) -> pl.BlockSpec:
+        """Of arrays of `span` blocks of queries: the block that is written in this step or a later one. It is the keys'
+        of the step or, while keys before the span pass, the first one, whose number is a multiple of `span`."""
+
+        def index(b, h, m, s):
+            q, k = (field(s[b, m], name) for name in ("q", "k"))
+            return b, jnp.maximum(k - q // span * span, 0), h
+
+        return pl.BlockSpec((1, self.block, width), index)
 
     def segment(self, of: str) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, self.block), lambda b, h, m, s: (b, 0, field(s, b, m, of)))
+        return pl.BlockSpec((1, 1, self.block), lambda b, h, m, s: (b, 0, field(s[b, m], of)))
 
-    def statistics(self, of: str = "q") -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, 8, self.block), lambda b, h, m, s: (b, h, 0, field(s, b, m, of)))
-
-
-def field(scalars, b, m, name: str):
-    return scalars[b * len(Steps._fields) + Steps._fields.index(name), m]
+    def statistics(self) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, 8, self.block), lambda b, h, m, s: (b, h, 0, field(s[b, m], "q")))
 
 
 def dot(a, b, contract=((1,), (0,))) -> Float[Array, "_ _"]:

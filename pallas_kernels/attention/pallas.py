@@ -12,11 +12,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention.blocks import HALF, HEADS, LANES, Inputs, Problem
 from pallas_kernels.attention.pallas_bwd import KeyGradients, Saved, backward
 from pallas_kernels.attention.pallas_fwd import forward
-from pallas_kernels.attention.steps import Steps, by_keys, by_queries, pairs_of
+from pallas_kernels.attention.steps import by_keys, by_queries, pairs_of
 from pallas_kernels.common.dispatch import vary_alike
 
-BLOCK = 1024
-SPAN = 8  # blocks of queries whose gradients are summed in VMEM
+BLOCK = {2: 1024, 4: 512}  # queries and keys of a block, by bytes of a number: what VMEM has room for
+SPAN = 8192  # queries whose gradients are summed in VMEM
+MOST_STEPS = 200_000  # words, of the scalar memory of a core: 1 MiB
 
 
 def mla_attention_pallas(
@@ -31,7 +32,13 @@ def mla_attention_pallas(
     """Arguments and results as in `api.mla_attention`; N and V are padded to whole lanes, H to pairs."""
     (B, T, H, N), V = q_nope.shape, kv.shape[-1] - q_nope.shape[-1]
     wide_n, wide_v = (-(-x // LANES) * LANES for x in (N, V))
-    block = min(BLOCK, -(-T // LANES) * LANES)
+    block = min(BLOCK[kv.dtype.itemsize], -(-T // LANES) * LANES)
+    blocks = -(-T // block)
+    if (steps := B * blocks * (blocks + 1) // 2) > MOST_STEPS:
+        raise ValueError(
+            f"q_nope.shape = {q_nope.shape}: expected fewer or shorter rows for 'pallas': {steps} pairs of blocks of "
+            f"{block} tokens, and a core's scalar memory holds {MOST_STEPS}"
+        )
     if segment_ids is None and T % block:
         segment_ids = jnp.zeros((B, T), jnp.int32)
     rows = (0, -T % block)
@@ -65,11 +72,6 @@ def _inputs(q_nope, q_pe, kv, extra, segment) -> Inputs:
     return Inputs(q_nope, q_pe, kv, extra, segment, segment)
 
 
-def _table(steps: Steps):
-    """Row b F + f: field f of the steps of batch row b."""
-    return jnp.stack(steps, axis=1).reshape(-1, steps.q.shape[1])
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(problem: Problem, q_nope, q_pe, kv, extra, segment):
     return _attention_fwd(problem, q_nope, q_pe, kv, extra, segment)[0]
@@ -80,7 +82,7 @@ def _attention_fwd(problem: Problem, *arrays):
     B, T = arrays[0].shape[:2]
     steps, count = by_queries(pairs_of(segment, B, T // problem.block))
     count = steps.q.shape[1] if segment is None else count
-    outputs = forward(problem, _table(steps), count, _inputs(*arrays))
+    outputs = forward(problem, steps.words(), count, _inputs(*arrays))
     peak = jnp.max(outputs.statistics[:, :, HEADS : 2 * HEADS], axis=(0, 3)).reshape(-1)
     return (outputs.o, peak), (arrays, outputs)
 
@@ -107,24 +109,24 @@ def _sum_of_heads(x: Float[Array, "B T HV"], V: int) -> Float[Array, "B H T"]:
 
 
 def _all_spans(problem: Problem, pairs, inputs: Inputs, saved: Saved):
-    """The backward kernel for every `SPAN` blocks of queries, one after the other."""
-    blocks = pairs.live.shape[1]
-    if blocks <= SPAN:
+    """The backward kernel for every span of queries, one after the other."""
+    blocks, most = pairs.live.shape[1], SPAN // problem.block
+    if blocks <= most:
         steps, count = by_keys(pairs, 0, blocks)
         count = steps.q.shape[1] if inputs.q_segment is None else count
-        return backward(problem, blocks, _table(steps), count, inputs, saved, None)
+        return backward(problem, blocks, steps.words(), count, inputs, saved, None)
 
     def span(earlier, table_and_count):
-        of_queries, of_keys = backward(problem, SPAN, *table_and_count, inputs, saved, earlier)
+        of_queries, of_keys = backward(problem, most, *table_and_count, inputs, saved, earlier)
         return of_keys, of_queries
 
     def table(first):
-        steps, count = by_keys(pairs, first, SPAN)
-        return _table(steps), count
+        steps, count = by_keys(pairs, first, most)
+        return steps.words(), count
 
     zero = KeyGradients(*(jnp.zeros_like(x, jnp.float32) for x in (inputs.kv, inputs.q_pe)))
     # The tables outside of the loop: libtpu 0.0.50 fails on the gathers that make them inside one.
-    tables = jax.vmap(table)(jnp.arange(0, blocks, SPAN))
+    tables = jax.vmap(table)(jnp.arange(0, blocks, most))
     of_keys, of_queries = jax.lax.scan(span, zero, tables)
     whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])[:, : blocks * problem.block]  # noqa: E731
     return jax.tree.map(whole, of_queries), of_keys

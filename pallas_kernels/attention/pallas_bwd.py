@@ -5,7 +5,7 @@ With p = exp(scale q k - logsumexp) and delta = <do, o> of every query (FlashAtt
     dv = p^T do        ds = p (do v^T - delta)        dk = scale ds^T q        dq = scale ds k
 
 Blocks of keys are outermost: their gradients are summed in VMEM while the queries pass. Those of the queries are
-summed in VMEM too, for `SUPER` queries at a time; longer sequences run the kernel once for each so many, and the keys'
+summed in VMEM too, for a span of queries at a time; longer sequences run the kernel once for each span, and the keys'
 gradients go on from where they were.
 """
 
@@ -30,10 +30,9 @@ from pallas_kernels.attention.blocks import (
     Specs,
     allowed,
     dot,
-    field,
     stagger,
 )
-from pallas_kernels.attention.steps import FULL, MASKED
+from pallas_kernels.attention.steps import FULL, MASKED, field
 
 COMPILER_PARAMS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=56 * 2**20
@@ -72,7 +71,7 @@ class Scratch(NamedTuple):
 
 
 def backward(
-    problem: Problem, span: int, scalars: Int32[Array, "BF M"], count, inputs: Inputs, saved: Saved, earlier
+    problem: Problem, span: int, scalars: Int32[Array, "B M"], count, inputs: Inputs, saved: Saved, earlier
 ) -> tuple[QueryGradients, KeyGradients]:
     """Gradients for the queries of the steps, at most `span` blocks of them; `earlier` (KeyGradients in float32 or
     None) is what other queries gave the keys."""
@@ -85,7 +84,7 @@ def backward(
         return jax.ShapeDtypeStruct((B, length, pairs * width), dtype, manual_axis_type=varying)
 
     of_keys = KeyGradients(specs.rows("k", HEADS * (p.N + p.V)), specs.rows("k", LANES))
-    of_queries = QueryGradients(specs.rows("out", HEADS * p.N), specs.rows("out", LANES))
+    of_queries = QueryGradients(*(specs.rows_of_span(span, width) for width in (HEADS * p.N, LANES)))
     summed = dtype if earlier is None else jnp.float32
     arguments = [scalars, *(x for x in (*inputs, *saved, *(earlier or ())) if x is not None)]
     scratch = Scratch(
@@ -122,7 +121,7 @@ def _kernel(scalars, *refs, problem: Problem, span: int, accumulates: bool):
     saved = Saved(next(refs), next(refs))
     earlier = KeyGradients(next(refs), next(refs)) if accumulates else None
     of_queries, of_keys = QueryGradients(next(refs), next(refs)), KeyGradients(next(refs), next(refs))
-    scratch, of = Scratch(*refs), functools.partial(field, scalars, pl.program_id(0), m)
+    scratch, of = Scratch(*refs), functools.partial(field, scalars[pl.program_id(0), m])
     distance = (of("q") - of("k")) * problem.block
     start = pl.multiple_of(of("q") % span * problem.block, problem.block)
 

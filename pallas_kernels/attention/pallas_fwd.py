@@ -28,10 +28,9 @@ from pallas_kernels.attention.blocks import (
     Specs,
     allowed,
     dot,
-    field,
     stagger,
 )
-from pallas_kernels.attention.steps import FULL, MASKED
+from pallas_kernels.attention.steps import FULL, MASKED, field
 
 COMPILER_PARAMS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=48 * 2**20
@@ -58,7 +57,7 @@ class Scratch(NamedTuple):
     weights: Float[Array, "2 C t"]
 
 
-def forward(problem: Problem, scalars: Int32[Array, "BF M"], count, inputs: Inputs) -> Outputs:
+def forward(problem: Problem, scalars: Int32[Array, "B M"], count, inputs: Inputs) -> Outputs:
     p, specs = problem, Specs(problem)
     B, T = inputs.q_nope.shape[:2]
     pairs, tile, dtype = inputs.q_nope.shape[2] // (HEADS * p.N), p.tiles(QUERIES)[0].stop, inputs.kv.dtype
@@ -90,7 +89,7 @@ def _kernel(scalars, *refs, problem: Problem):
     count = 6 if problem.has_segments else 4
     inputs = Inputs(*refs[:count], *(None,) * (6 - count))
     outputs, scratch = Outputs(*refs[count : count + 2]), Scratch(*refs[count + 2 :])
-    of = functools.partial(field, scalars, pl.program_id(0), pl.program_id(2))
+    of = functools.partial(field, scalars[pl.program_id(0), pl.program_id(2)])
     distance = (of("q") - of("k")) * problem.block
 
     @pl.when(of("continued") == 0)
@@ -153,4 +152,4 @@ def _finish(problem: Problem, h: int, outputs: Outputs, scratch: Scratch):
     o = scratch.weighted[h] * (1.0 / some)
     outputs.o[0, :, h * problem.V : (h + 1) * problem.V] = o.T.astype(outputs.o.dtype)
     outputs.statistics[0, 0, row] = peak * (problem.scale * LOG2E) + jnp.log2(some)
-    outputs.statistics[0, 0, HEADS + h : HEADS + h + 1] = peak * problem.scale
+    outputs.statistics[0, 0, HEADS + h : HEADS + h + 1] = jnp.where(total == 0, NEGATIVE, peak * problem.scale)

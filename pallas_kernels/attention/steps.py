@@ -10,17 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-# What a step does. A table that holds FULL in every word describes the steady step.
+# What a step does.
 EMPTY, MASKED, FULL = 0, 1, 2
 
 
+BITS = {"q": 12, "k": 12, "kind": 2, "continued": 1, "continues": 1}
+MOST_BLOCKS = 1 << BITS["q"]
+
+
 class Steps(NamedTuple):
-    """Scalars of each step, int32.
+    """Each step's fields, int32, which travel as one word: the scalar memory of a core holds some 200,000.
 
     q, k        blocks of queries and of keys.
     kind        EMPTY, MASKED or FULL.
     continued   0 where the block that stays while the other moves is new; `continues`: 0 where it is at its end.
-    out         the block of queries whose results are written in this step or a later one, counted from the first.
     """
 
     q: Int32[Array, "B M"]
@@ -28,7 +31,23 @@ class Steps(NamedTuple):
     kind: Int32[Array, "B M"]
     continued: Int32[Array, "B M"]
     continues: Int32[Array, "B M"]
-    out: Int32[Array, "B M"]
+
+    def words(self) -> Int32[Array, "B M"]:
+        word, low = 0, 0
+        for name, bits in BITS.items():
+            word, low = word | getattr(self, name) << low, low + bits
+        return word
+
+
+def field(word, name: str):
+    """Of a step's word."""
+    names = list(BITS)
+    low = sum(BITS[before] for before in names[: names.index(name)])
+    return (word >> low) & ((1 << BITS[name]) - 1)
+
+
+# The word of a step without a mask in the middle of a list.
+STEADY = 3 | 1 << 12 | FULL << 24 | 1 << 26 | 1 << 27
 
 
 class Pairs(NamedTuple):
@@ -59,29 +78,31 @@ def pairs_of(segment_ids: Int[Array, "B T"] | None, batch: int, blocks: int) -> 
 def by_queries(pairs: Pairs) -> tuple[Steps, Int[Array, ""]]:
     """Each block of queries with the keys before it: the forward pass. And the number of steps."""
     q, k = np.tril_indices(pairs.live.shape[1])
-    return _steps(pairs, q, k, q, jnp.asarray(q))
+    return _steps(pairs, q, k, q, len(q))
 
 
 def by_keys(pairs: Pairs, first, span: int) -> tuple[Steps, Int[Array, ""]]:
     """Each block of keys with those of the `span` blocks of queries from `first` on that see it: the backward pass."""
-    k, q = np.triu_indices(pairs.live.shape[1])
-    inside = np.arange(pairs.live.shape[1])
+    blocks = pairs.live.shape[1]
+    k, q = np.triu_indices(blocks)
+    inside = np.arange(blocks)
     inside = (inside >= first) & (inside < first + span)
-    return _steps(pairs._replace(live=pairs.live & inside[None, :, None]), q, k, k, jnp.maximum(k - first, 0))
+    return _steps(pairs._replace(live=pairs.live & inside[None, :, None]), q, k, k, min(len(q), span * blocks))
 
 
-def _steps(pairs: Pairs, q, k, group, out) -> tuple[Steps, Int[Array, ""]]:
-    """Live pairs in the order given; then, up to the longest row's, the last one again with nothing to do."""
+def _steps(pairs: Pairs, q, k, group, most: int) -> tuple[Steps, Int[Array, ""]]:
+    """Live pairs in the order given, at most so many; then, up to the longest row's, the last one again with nothing to
+    do."""
     live = pairs.live[:, q, k]
     count = jnp.sum(live, axis=1, keepdims=True, dtype=jnp.int32)
-    number = jnp.arange(len(q), dtype=jnp.int32)[None]
-    order = jnp.argsort(~live, axis=1, stable=True)
+    number = jnp.arange(most, dtype=jnp.int32)[None]
+    order = jnp.argsort(~live, axis=1, stable=True)[:, :most]
     order = jnp.take_along_axis(order, jnp.minimum(number, count - 1), axis=1)
     kind = jnp.where(pairs.full[:, q, k], FULL, MASKED)
     kind = jnp.where(number < count, jnp.take_along_axis(kind, order, axis=1), EMPTY)
-    q, k, group, out = (jnp.asarray(x, jnp.int32)[order] for x in (q, k, group, out))
+    q, k, group = (jnp.asarray(x, jnp.int32)[order] for x in (q, k, group))
     change = jnp.pad(group[:, 1:] != group[:, :-1], ((0, 0), (1, 1)), constant_values=True)
     new = change[:, :-1]
     last = change[:, 1:] | (number == count - 1)
-    flags = (jnp.where(x & (number < count), 0, FULL) for x in (new, last))
-    return Steps(q, k, kind, *flags, out), jnp.max(count)
+    flags = (jnp.where(x & (number < count), 0, 1) for x in (new, last))
+    return Steps(q, k, kind, *flags), jnp.max(count)

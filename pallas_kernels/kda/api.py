@@ -15,6 +15,8 @@ __all__ = ["Implementation", "chunk_kda", "kda_combine", "kda_from_raw_gate", "r
 Implementation = Literal["reference", "xla", "pallas"]
 # 15 steps of the gate separate the ends of a 16-row tile, and e^88.7 is the end of float32's (and bfloat16's) range.
 LOWEST_GATE_BOUND = -5.9
+# Tokens of one call of the decode kernel, whose program is written out for each.
+MOST_DECODED = 16
 # Two lane tiles: the largest head for which a step's blocks fit VMEM.
 LARGEST_HEAD = 256
 
@@ -147,19 +149,25 @@ def recurrent_kda(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """One or a few decode steps with a state: `chunk_kda` token by token, for small T, whose steps are serial.
 
-    "reference" is the only form with gradients, and the default where the mesh or backend is not a TPU; "pallas", which
-    updates a donated state in place, is the default where it is.
+    "pallas" updates a donated state in place; it is the default for up to 16 tokens where the mesh, or else the default
+    backend, is a TPU. "reference" is the default elsewhere.
     """
     _check_tokens(q, k, v, g, beta)
     _check_segments(q, segment_ids, None)
     _check_state(initial_state, k, v, None)
     options = {"scale": k.shape[-1] ** -0.5 if scale is None else scale}
     options |= {"initial_state": initial_state, "segment_ids": segment_ids}
-    match implementation or ("pallas" if on_tpu() else "reference"):
+    few = 0 < q.shape[1] <= MOST_DECODED and q.shape[0] > 0
+    match implementation or ("pallas" if on_tpu() and few else "reference"):
         case "reference":
             return reference.recurrent_kda(q, k, v, g, beta, **options)
+        case "pallas" if not few or max(k.shape[3], v.shape[3]) > LARGEST_HEAD:
+            raise ValueError(
+                f"k.shape = {k.shape}, v.shape = {v.shape}: expected 1 to {MOST_DECODED} tokens and "
+                f"K, V <= {LARGEST_HEAD} for 'pallas'"
+            )
         case "pallas":
-            return pallas_decode.recurrent_kda_pallas(q, k, v, g, beta, **options)
+            return pallas_decode.recurrent_kda_pallas(q, k, v, g, beta, initial_state, segment_ids, options["scale"])
         case _:
             raise ValueError(f"implementation = {implementation!r}: expected None, 'reference' or 'pallas'")
 

@@ -12,7 +12,7 @@ from pallas_kernels.common import aot
 
 N, R, V = 128, 64, 128
 TOPOLOGIES = ["v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1"]
-SHAPES = [(8192, 96), (131072, 2)]
+CASES = [(8192, 96, "bfloat16"), (8192, 2, "float32"), (131072, 2, "bfloat16"), (262144, 2, "bfloat16")]
 
 
 def flat_attention(heads, q_nope, q_pe, kv, k_pe, segment_ids):
@@ -30,16 +30,16 @@ def forward_backward(heads, do, *arguments):
     return o, peak, pullback(do)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize(("T", "heads", "dtype"), CASES)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_forward_and_backward(facts, topology, shape):
-    T, heads = shape
+def test_forward_and_backward(facts, topology, T, heads, dtype):
     mesh = aot.mesh_for(topology, x=1)
-    rows = lambda width: aot.abstract((1, T, width), jnp.bfloat16, mesh)  # noqa: E731
+    rows = lambda width: aot.abstract((1, T, width), jnp.dtype(dtype), mesh)  # noqa: E731
     arguments = [rows(heads * V), rows(heads * N), rows(heads * R), rows(heads * (N + V)), rows(R)]
     segment_ids = aot.abstract((1, T), jnp.int32, mesh)
     lowered = aot.lower_for(functools.partial(forward_backward, heads), *arguments, segment_ids, mesh=mesh)
-    report = facts.check(f"attention_T{T}_H{heads}_{topology.partition(':')[0]}", lowered, topology)
+    name = f"attention_T{T}_H{heads}{'_f32' * (dtype == 'float32')}_{topology.partition(':')[0]}"
+    report = facts.check(name, lowered, topology)
     assert report.custom_calls["tpu_custom_call"] == 2
     # Beside the results: statistics of each head and query, partial gradients of the extra keys; and where the kernel
     # runs for every span of queries, the keys' gradients in float32 and the queries' once more. Far below T x T.

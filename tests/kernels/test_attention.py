@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from k3_jax.config import MeshConfig
 from k3_jax.mesh import make_mesh
-from pallas_kernels.attention import pallas
+from pallas_kernels.attention import blocks, pallas, pallas_bwd, pallas_fwd, steps
 from pallas_kernels.attention.api import mla_attention
 from pallas_kernels.common.testing import assert_close, assert_gradients_close, equations, outputs_and_gradients
+from tests.kernels.mutation import replace
 
 SCALE = 0.2
 
@@ -79,6 +80,7 @@ CASES = {
     "wide": inputs(1, 130, 2, 128, 64, 136),
     "whole-blocks": inputs(1, 512, 2, 8, 4, 8),
     "whole-blocks-of-documents": inputs(2, 640, 2, 8, 4, 8, [([0, 1], [300, 340]), ([4], [640])]),
+    "whole-blocks-with-padding": inputs(1, 384, 1, 8, 4, 8, [([0, -1, 0], [100, 20, 264])]),
     "large-logits": inputs(1, 150, 2, 8, 4, 8, size=8.0),
 }
 
@@ -86,8 +88,8 @@ CASES = {
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks, and several spans of queries, in short sequences."""
-    monkeypatch.setattr(pallas, "BLOCK", 128)
-    monkeypatch.setattr(pallas, "SPAN", 2)
+    monkeypatch.setattr(pallas, "BLOCK", {2: 128, 4: 128})
+    monkeypatch.setattr(pallas, "SPAN", 256)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
@@ -158,8 +160,8 @@ def test_without_races_and_with_unset_memory_nan(dma_execution_mode, small_block
 @pytest.mark.slow
 def test_inside_shard_map(small_blocks, interpreted):
     """Rows and heads on four devices; the extra keys, the same for all heads, get the sum of their gradients."""
-    B, T, H, (N, R, V) = 2, 140, 4, (8, 4, 8)
-    arguments = inputs(B, T, H, N, R, V, [([0, 1], [50, 90]), ([0, -1], [120, 20])])
+    B, T, H, (N, R, V) = 2, 300, 4, (8, 4, 8)
+    arguments = inputs(B, T, H, N, R, V, [([0, 1], [50, 250]), ([0, -1], [280, 20])])
     specs = {name: P("data", None, "tensor") if x.ndim == 4 else P("data") for name, x in arguments.items()}
 
     def total(floating, ids):
@@ -216,3 +218,37 @@ def test_wrong_arguments_are_named(change, message):
 def test_extra_keys_of_more_than_half_a_lane_tile():
     with pytest.raises(ValueError, match="R <= 64"):
         UNCHECKED(**inputs(1, 4, 2, 8, 65, 8), scale=1.0, implementation="pallas")
+
+
+def padding_attends(monkeypatch):
+    replace(monkeypatch, blocks.allowed, {" & (of_query >= 0)": ""}, pallas_fwd, pallas_bwd)
+    return "padding"
+
+
+def rows_without_keys_are_averages(monkeypatch):
+    changes = {"jnp.where(scores[keys] > NEGATIVE, p, 0.0)": "p"}
+    replace(monkeypatch, pallas_fwd._attend, changes)
+    return "padding"
+
+
+def a_block_with_padding_is_whole(monkeypatch):
+    replace(monkeypatch, steps.pairs_of, {" & jnp.all(ids >= 0, axis=2)": ""}, pallas)
+    return "whole-blocks-with-padding"
+
+
+def keys_of_other_spans_are_forgotten(monkeypatch):
+    replace(monkeypatch, pallas_bwd._finish, {"extra if earlier is None else": "extra if True else"})
+    return "whole-blocks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake",
+    [padding_attends, rows_without_keys_are_averages, a_block_with_padding_is_whole, keys_of_other_spans_are_forgotten],
+)
+def test_a_mistake_fails(mistake, monkeypatch, small_blocks, interpreted):
+    case = mistake(monkeypatch)
+    attention.cache_clear()
+    with pytest.raises(AssertionError):
+        check("pallas", CASES[case], 1e-5, 2e-5)
+    attention.cache_clear()

@@ -181,7 +181,7 @@ def test_decode(case):
     [pytest.param(x, id=f"{x.id}-{x.dtype}", marks=pytest.mark.slow if x.B * x.H > 64 else ()) for x in DECODE],
 )
 def test_decode_by_the_kernel(case, interpreted):
-    check(recurrent("pallas"), dataclasses.replace(case, gradients=False), *limits(case, "xla"))
+    check(recurrent("pallas"), case, *limits(case, "xla"))
 
 
 @pytest.mark.parametrize("name", ["fla-1-T63", "ours-HV6-of-2-any", "ours-65-ids-any", "ours-some-of-1-any"])

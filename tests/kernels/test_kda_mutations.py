@@ -4,33 +4,20 @@ Not here: a DMA that nobody waits for. Our kernels start none themselves; Pallas
 """
 
 import functools
-import inspect
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kda import blocks, chunk_kda, pallas_bwd, pallas_fwd, tiles
+from pallas_kernels.kda import blocks, chunk_kda, pallas_bwd, pallas_decode, pallas_fwd, recurrent_kda, tiles
 from tests.kernels import test_kda_cases
-from tests.kernels.kda_cases import CASES
+from tests.kernels.kda_cases import CASES, DECODE
+from tests.kernels.mutation import replace
 from tests.kernels.test_kda_causality import changed, example
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 BY_ID = {case.id: case for case in CASES}
-
-
-def replace(monkeypatch, function, changes: dict[str, str], *importers):
-    """Compile a function's source with some of its text changed, where it is defined and where it is imported."""
-    source, module = inspect.getsource(function), sys.modules[function.__module__]
-    for old, new in changes.items():
-        assert source.count(old) == 1, f"{function.__name__} has no longer: {old}"
-        source = source.replace(old, new)
-    namespace = dict(vars(module))
-    exec(source, namespace)
-    for place in (module, *importers):
-        monkeypatch.setattr(place, function.__name__, namespace[function.__name__])
 
 
 def passes_case(name: str) -> None:
@@ -101,10 +88,21 @@ def an_inverse_by_powers(monkeypatch):
     return functools.partial(passes_case, ALTERNATING)
 
 
+def a_decode_step_that_keeps_the_state(monkeypatch):
+    replace(monkeypatch, pallas_decode._kernel, {"flag & STARTS == 0, token": "True, token"})
+
+    def check():
+        case = next(case for case in DECODE if case.id == "decode-drafts")
+        op = functools.partial(recurrent_kda, implementation="pallas")
+        test_kda_cases.check(op, case, *test_kda_cases.limits(case, "xla"))
+
+    return check
+
+
 ALTERNATING = next(case.id for case in CASES if case.kind == "alternating" and case.dtype == "float32")
 MISTAKES = [
     a_midpoint_anchor, no_mask_on_the_diagonal_tile, a_state_in_bfloat16, no_reset_at_a_segment,
-    no_mask_between_segments, an_inverse_by_powers,
+    no_mask_between_segments, an_inverse_by_powers, a_decode_step_that_keeps_the_state,
 ]  # fmt: skip
 
 

@@ -262,16 +262,20 @@ def test_peers_agree():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--shape", "1,2"], "--shape = 1,2: expected B,T,H"), (["--shape", "1,100,2"], "T a multiple of 1024")],
+    [
+        (["--shape", "1,2"], "--shape = 1,2: expected B,T,H"),
+        (["--shape", "1,100,2"], "T a multiple of 1024"),
+        (["--shape", "1,16384,2"], "up to 8192"),
+    ],
 )
 def test_attention_of_a_wrong_shape(arguments, message, capsys):
     assert main(["bench", "attention", *arguments]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_attention_counts_pairs_and_operations():
+def test_attention_counts_steps_and_operations():
     case = attention_bench.Case(2, 4096, 3)
-    assert case.pairs == 2 * 3 * 10
+    assert (case.steps("splash"), case.steps("pallas")) == (2 * 3 * 10, 2 * 2 * 10)
     pairs = 2 * 3 * 4096 * 4097 // 2
     assert attention_bench.operations(case, False) == pairs * 2 * (192 + 128)
     assert attention_bench.operations(case, True) == pairs * 2 * (192 + 128 + 3 * 192 + 2 * 128)
