@@ -54,9 +54,9 @@ class Case:
 
     `HV` and `V` are H and K by default. `ids` has a word per row: a letter per segment, dots for padding. `state` is
     the type of the initial state, or None. `split` is where `SPLITS` begin a second call. `kind` chooses the tolerance:
-    "plain", "steep" (results are small differences of large terms), "correlated" keys at slow gates, less so
-    "alike", "alternating" or "reflected" in sign, "copies" of one token, "forgetful" gates, "raw" keys under which the
-    state grows, "grouped" value heads.
+    "plain", "steep" (results are small differences of large terms), "correlated" keys at slow gates, less so "alike",
+    "alternating" or "reflected" in sign, "one key", "copies" of one token, "forgetful" gates, "raw" keys under which
+    the state grows, "grouped" value heads.
     """
 
     id: str
@@ -371,7 +371,7 @@ def _correlated() -> list[Case]:
     cases = [*_both_forms(*cases), Case("correlated-steps-of-1000", **REPETITIVE, k=correlated(0.9), g=steps, **one)]
     off = {"k": off_centre, "g": logsigmoid(), "offsets": _offsets(100, 24, 300, 6, 1, 200, 393)}
     off = _slow(Case("fla-27-off-centre", 1, 1024, 4, 128, **off))
-    kinds = {"correlated-512-copies": "copies", "correlated-alternating": "alternating"}
+    kinds = {"correlated-512-copies": "copies", "correlated-alternating": "alternating", "correlated-1-": "one key"}
     kind = lambda case: next((kind for name, kind in kinds.items() if case.id.startswith(name)), "correlated")  # noqa: E731
     cases = [dataclasses.replace(case, kind=kind(case)) for case in cases + off]
     return cases + [dataclasses.replace(x, slow=x.slow or x.bound is None) for x in _bfloat16(*cases)]

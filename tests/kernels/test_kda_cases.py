@@ -24,10 +24,11 @@ LIMITS = {
         "correlated": (1e-4, 1e-4),
         "alternating": (1e-4, 1e-4),
         "copies": (1e-4, 1e-4),
+        "one key": (1e-4, 1e-4),
         "forgetful": (1e-5, 1e-4),
     },
-    # Of keys that alternate in sign, and of beta's gradient for copies, it is asked to be finite: rounding the factors
-    # of L, of norm 120, already loses 5 %.
+    # Of keys that alternate in sign, and of beta's gradient for one key, little more is asked than to be finite: what a
+    # token adds is small beside what was predicted, and rounding the factors of L, of norm 120, already loses 5 %.
     ("pallas", "bfloat16"): {
         "plain": (5e-3, FLA),
         "alike": (2e-2, 2e-2),
@@ -35,6 +36,7 @@ LIMITS = {
         "alternating": (1e-1, 3e-1),
         "reflected": (1e-1, 3e-1),
         "copies": (3e-2, dict.fromkeys(FLA, 3e-2) | {"beta": 2.0}),
+        "one key": (3e-2, dict.fromkeys(FLA, 3e-2) | {"beta": 1e-1}),
     },
     # It rounds inputs and outputs only.
     ("xla", "float32"): {
@@ -45,6 +47,7 @@ LIMITS = {
         "alternating": (5e-6, 3e-5),
         "reflected": (2e-5, 1e-4),
         "copies": (5e-6, 3e-5),
+        "one key": (5e-6, 3e-5),
     },
     ("xla", "bfloat16"): {
         "plain": ({"o": 3e-3, "final_state": 2e-6}, 3e-3),
@@ -54,6 +57,7 @@ LIMITS = {
         "alternating": ({"o": 3e-3, "final_state": 5e-6}, 3e-3),
         "reflected": ({"o": 3e-3, "final_state": 2e-5}, 3e-3),
         "copies": ({"o": 3e-3, "final_state": 5e-6}, 3e-3),
+        "one key": ({"o": 3e-3, "final_state": 5e-6}, 3e-3),
     },
 }
 LARGEST = 2**31  # state updates of a case; of a larger one only two heads are compared
