@@ -133,9 +133,9 @@ def state_across_documents(*args, segment_ids, **kwargs):
     return kda_from_raw_gate(*args, segment_ids=one_document(segment_ids), **kwargs)
 
 
-def attention_across_documents(q, k, v, q_position, k_position, q_segment, k_segment, scale):
+def attention_across_documents(q_nope, q_pe, kv, k_pe, segment_ids, *, scale):
     """Only attention crosses."""
-    return attend(q, k, v, q_position, k_position, one_document(q_segment), one_document(k_segment), scale)
+    return attend(q_nope, q_pe, kv, k_pe, one_document(segment_ids), scale=scale)
 
 
 def latent_norm_of_other_epsilon(x, weight, eps):
@@ -163,13 +163,13 @@ def l2_epsilon_as_a_floor(x):
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6)
 
 
-def scale_of_the_latent(q, k, v, *args):
+def scale_of_the_latent(*arrays, scale):
     """(C + R) ** -0.5, the width of the absorbed keys, instead of (N + R) ** -0.5."""
-    return attend(q, k, v, *args[:-1], CONFIG.mla.cache_dim**-0.5)
+    return attend(*arrays, scale=CONFIG.mla.cache_dim**-0.5)
 
 
 short_conv, gated_rms_norm = kda.short_conv, kda.gated_rms_norm
-attend, output, rms_norm = mla.blockwise_attention, mla.MLA._output, norm.rms_norm
+attend, output, rms_norm = mla.mla_attention, mla.MLA._output, norm.rms_norm
 choose, project = moe._choose, moe.project
 
 # (object, attribute, what replaces it, weights that show it)
@@ -181,8 +181,8 @@ MUTATIONS = [
     (kda, "gated_rms_norm", silu_gate, "normal"),
     (kda, "l2_norm", l2_epsilon_on_the_mean, "small"),
     (kda, "l2_norm", l2_epsilon_as_a_floor, "small"),
-    (mla, "blockwise_attention", attention_across_documents, "normal"),
-    (mla, "blockwise_attention", scale_of_the_latent, "normal"),
+    (mla, "mla_attention", attention_across_documents, "normal"),
+    (mla, "mla_attention", scale_of_the_latent, "normal"),
     (mla, "rms_norm", latent_norm_of_other_epsilon, "small"),
     (mla.MLA, "_output", mla_silu_gate, "normal"),
     (moe.LatentMoE, "route", router_in_bf16, "normal"),
