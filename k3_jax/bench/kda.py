@@ -84,12 +84,12 @@ def run(args: argparse.Namespace) -> int:
     from k3_jax.bench import kda_device, kda_measured, kda_predicted
     from pallas_kernels.kda.api import LARGEST_HEAD
 
-    if args.topology:
-        return kda_predicted.run(case, args.topology, args.implementation, args.peers, args.plot, args.json)
     if args.peers and (case.segments or case.dtype != "bfloat16"):
         raise ConfigError(
             "--peers: expected neither --segments nor float32; they are compiled for whole rows in bfloat16"
         )
+    if args.topology:
+        return kda_predicted.run(case, args.topology, args.implementation, args.peers, args.plot, args.json)
     if on_tpu and max(case.K, case.V) > LARGEST_HEAD:
         raise ConfigError(f"--shape = {_text(args.shape)}: expected K, V <= {LARGEST_HEAD} for the kernels")
     if on_tpu and args.baseline:

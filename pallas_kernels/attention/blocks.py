@@ -6,8 +6,6 @@ as the matrix unit. Scores stand transposed, [keys, queries]: the maximum and th
 and what belongs to a query is a row.
 """
 
-import math
-from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,14 +15,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.steps import field
+from pallas_kernels.common.kernels import LANES
 
 HEADS = 2
-LANES = 128
 HALF = LANES // HEADS
 TILE = 256  # queries or keys that are worked on together
 NEGATIVE = -1e30  # finite: a query without keys gives 0 and not NaN
-LOG2E = math.log2(math.e)
-ROWS_BY_ROWS, COLUMNS_BY_ROWS = ((1,), (1,)), ((0,), (0,))
 
 
 @dataclass(frozen=True)
@@ -68,6 +64,12 @@ class Inputs(NamedTuple):
         return self.kv[0, rows, end - problem.V : end]
 
 
+def split_refs(problem: Problem, refs: tuple) -> tuple[Inputs, tuple]:
+    """A kernel's references: the inputs that there are, and the others."""
+    count = len(Inputs._fields) if problem.has_segments else len(Inputs._fields) - 2
+    return Inputs(*refs[:count], *(None,) * (len(Inputs._fields) - count)), refs[count:]
+
+
 class Specs:
     """Blocks of the grid (row, pair of heads, step). Prefetched scalars: the steps' words [B, M]."""
 
@@ -101,23 +103,6 @@ class Specs:
 
     def statistics(self) -> pl.BlockSpec:
         return pl.BlockSpec((1, 1, 8, self.block), lambda b, h, m, s: (b, h, 0, field(s[b, m], "q")))
-
-
-def dot(a, b, contract=((1,), (0,))) -> Float[Array, "_ _"]:
-    """A product with float32 sums, and of float32 operands in full precision."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
-def stagger(programs: Iterable[Generator], stride: int) -> None:
-    """Run generators in turns, the next one starting `stride` turns after the one before: different parts of a few of
-    them then stand side by side in the kernel's program, and the scheduler finds work for every unit."""
-    waiting, running, done, turn = list(programs), [], object(), 0
-    while waiting or running:
-        if waiting and turn % stride == 0:
-            running.append(waiting.pop(0))
-        running = [program for program in running if next(program, done) is not done]
-        turn += 1
 
 
 def allowed(inputs: Inputs, distance, queries: slice, keys: slice) -> Array:

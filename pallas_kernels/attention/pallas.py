@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.blocks import HALF, HEADS, LANES, Inputs, Problem
+from pallas_kernels.attention.blocks import HALF, HEADS, Inputs, Problem
 from pallas_kernels.attention.pallas_bwd import KeyGradients, Saved, backward
 from pallas_kernels.attention.pallas_fwd import forward
 from pallas_kernels.attention.steps import by_keys, by_queries, pairs_of
 from pallas_kernels.common.dispatch import vary_alike
+from pallas_kernels.common.kernels import LANES
 
 BLOCK = {2: 1024, 4: 512}  # queries and keys of a block, by bytes of a number: what VMEM has room for
 SPAN = 8192  # queries whose gradients are summed in VMEM

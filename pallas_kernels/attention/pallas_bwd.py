@@ -19,20 +19,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.attention.blocks import (
-    COLUMNS_BY_ROWS,
     HALF,
     HEADS,
-    LANES,
-    LOG2E,
-    ROWS_BY_ROWS,
     Inputs,
     Problem,
     Specs,
     allowed,
-    dot,
-    stagger,
+    split_refs,
 )
 from pallas_kernels.attention.steps import FULL, MASKED, field
+from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, LOG2E, ROWS_BY_ROWS, dot, in_turns, shape_of
 
 COMPILER_PARAMS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=56 * 2**20
@@ -78,10 +74,9 @@ def backward(
     p, specs = problem, Specs(problem)
     B, T = inputs.q_nope.shape[:2]
     pairs, dtype = inputs.q_nope.shape[2] // (HEADS * p.N), inputs.kv.dtype
-    varying = jax.typeof(inputs.kv).manual_axis_type
 
     def shape(length, width, dtype):
-        return jax.ShapeDtypeStruct((B, length, pairs * width), dtype, manual_axis_type=varying)
+        return shape_of((B, length, pairs * width), dtype, inputs.kv)
 
     of_keys = KeyGradients(specs.rows("k", HEADS * (p.N + p.V)), specs.rows("k", LANES))
     of_queries = QueryGradients(*(specs.rows_of_span(span, width) for width in (HEADS * p.N, LANES)))
@@ -115,9 +110,8 @@ def backward(
 
 def _kernel(scalars, *refs, problem: Problem, span: int, accumulates: bool):
     """One step of a pair of heads."""
+    inputs, refs = split_refs(problem, refs)
     refs, m = iter(refs), pl.program_id(2)
-    count = 6 if problem.has_segments else 4
-    inputs = Inputs(*(next(refs) for _ in range(count)), *(None,) * (6 - count))
     saved = Saved(next(refs), next(refs))
     earlier = KeyGradients(next(refs), next(refs)) if accumulates else None
     of_queries, of_keys = QueryGradients(next(refs), next(refs)), KeyGradients(next(refs), next(refs))
@@ -139,7 +133,7 @@ def _kernel(scalars, *refs, problem: Problem, span: int, accumulates: bool):
 
         @pl.when(of("kind") == kind)
         def _(mask=mask):
-            stagger(_programs(problem, start, inputs, saved, scratch, mask), stride=2 * len(problem.tiles()))
+            in_turns(_programs(problem, start, inputs, saved, scratch, mask), stride=2 * len(problem.tiles()))
 
     @pl.when((distance == 0) & (of("kind") == MASKED))  # the diagonal: these queries see no later keys
     def _():

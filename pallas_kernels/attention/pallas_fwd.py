@@ -11,31 +11,26 @@ to do beside the exponentials.
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.attention.blocks import (
-    COLUMNS_BY_ROWS,
     HEADS,
-    LOG2E,
     NEGATIVE,
-    ROWS_BY_ROWS,
     Inputs,
     Problem,
     Specs,
     allowed,
-    dot,
-    stagger,
+    split_refs,
 )
 from pallas_kernels.attention.steps import FULL, MASKED, field
+from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LOG2E, ROWS_BY_ROWS, dot, in_turns, shape_of
 
 COMPILER_PARAMS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=48 * 2**20
 )
-
 
 QUERIES = 512  # of a tile
 
@@ -61,8 +56,6 @@ def forward(problem: Problem, scalars: Int32[Array, "B M"], count, inputs: Input
     p, specs = problem, Specs(problem)
     B, T = inputs.q_nope.shape[:2]
     pairs, tile, dtype = inputs.q_nope.shape[2] // (HEADS * p.N), p.tiles(QUERIES)[0].stop, inputs.kv.dtype
-    varying = jax.typeof(inputs.kv).manual_axis_type
-    shape = lambda *size, dtype=jnp.float32: jax.ShapeDtypeStruct(size, dtype, manual_axis_type=varying)  # noqa: E731
     scratch = Scratch(
         peak=((8, p.block), jnp.float32), total=((8, p.block), jnp.float32),
         weighted=((HEADS, p.V, p.block), jnp.float32), scores=((p.block, tile), jnp.float32),
@@ -77,18 +70,19 @@ def forward(problem: Problem, scalars: Int32[Array, "B M"], count, inputs: Input
             out_specs=[specs.rows("q", HEADS * p.V), specs.statistics()],
             scratch_shapes=[pltpu.VMEM(*size) for size in scratch],
         ),
-        out_shape=[shape(B, T, pairs * HEADS * p.V, dtype=dtype), shape(B, pairs, 8, T)],
+        out_shape=[
+            shape_of((B, T, pairs * HEADS * p.V), dtype, inputs.kv), shape_of((B, pairs, 8, T), jnp.float32, inputs.kv),
+        ],
         compiler_params=COMPILER_PARAMS,
         name="attention_forward",
-    )(scalars, *(x for x in inputs if x is not None))
+    )(scalars, *(x for x in inputs if x is not None))  # fmt: skip
     return Outputs(*outputs)
 
 
 def _kernel(scalars, *refs, problem: Problem):
     """One step of a pair of heads."""
-    count = 6 if problem.has_segments else 4
-    inputs = Inputs(*refs[:count], *(None,) * (6 - count))
-    outputs, scratch = Outputs(*refs[count : count + 2]), Scratch(*refs[count + 2 :])
+    inputs, refs = split_refs(problem, refs)
+    outputs, scratch = Outputs(*refs[:2]), Scratch(*refs[2:])
     of = functools.partial(field, scalars[pl.program_id(0), pl.program_id(2)])
     distance = (of("q") - of("k")) * problem.block
 
@@ -103,7 +97,7 @@ def _kernel(scalars, *refs, problem: Problem):
         @pl.when(of("kind") == kind)
         def _(mask=mask):
             items = [(h, queries) for queries in problem.tiles(QUERIES) for h in range(HEADS)]
-            stagger(
+            in_turns(
                 (_attend(problem, h, queries, i % 2, inputs, scratch, mask) for i, (h, queries) in enumerate(items)),
                 stride=len(problem.tiles()),
             )

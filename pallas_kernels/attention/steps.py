@@ -12,10 +12,7 @@ from jaxtyping import Array, Bool, Int, Int32
 
 # What a step does.
 EMPTY, MASKED, FULL = 0, 1, 2
-
-
 BITS = {"q": 12, "k": 12, "kind": 2, "continued": 1, "continues": 1}
-MOST_BLOCKS = 1 << BITS["q"]
 
 
 class Steps(NamedTuple):
@@ -32,7 +29,8 @@ class Steps(NamedTuple):
     continued: Int32[Array, "B M"]
     continues: Int32[Array, "B M"]
 
-    def words(self) -> Int32[Array, "B M"]:
+    def words(self):
+        """[B, M]."""
         word, low = 0, 0
         for name, bits in BITS.items():
             word, low = word | getattr(self, name) << low, low + bits
@@ -47,7 +45,7 @@ def field(word, name: str):
 
 
 # The word of a step without a mask in the middle of a list.
-STEADY = 3 | 1 << 12 | FULL << 24 | 1 << 26 | 1 << 27
+STEADY = Steps(q=3, k=1, kind=FULL, continued=1, continues=1).words()
 
 
 class Pairs(NamedTuple):

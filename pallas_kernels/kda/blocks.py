@@ -1,21 +1,20 @@
 """What the forward and the backward kernel share: their grid, which block of each array a step sees, and its masks."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.common.kernels import LANES, LOG2E
 from pallas_kernels.kda import tiles
 from pallas_kernels.kda.gate import activate
 from pallas_kernels.kda.steps import CHUNK, Steps
-from pallas_kernels.kda.tiles import LOG2E, Products, Pullback, iota
+from pallas_kernels.kda.tiles import Products, Pullback, iota
 
-LANES = 128
 # Heads may run on both cores of a chip that has two; the default limit of 16 MiB is a quarter of the smallest VMEM.
 COMPILER_PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=48 * 2**20)
 
@@ -83,13 +82,6 @@ class Specs:
     def saved(self, rows: int, columns: int, step) -> pl.BlockSpec:
         """Of an array with one matrix per step and head; `step(m)` is the forward's number of a grid step."""
         return pl.BlockSpec((1, self.heads, rows, columns), lambda h, m, s: (step(m), h, 0, 0))
-
-
-def interleave(programs: Iterable[Generator]) -> None:
-    """Run generators in turns: their instructions then stand side by side in the kernel's program."""
-    running, done = list(programs), object()
-    while running:
-        running = [program for program in running if next(program, done) is not done]
 
 
 class Masks(NamedTuple):
@@ -167,8 +159,3 @@ def load_chunk(problem: Problem, masks: Masks | None, q, k, g, rates, beta, dtyp
             decay=jnp.where(masks.keep, x.decay, 0.0),
         )
     return Chunk(q, k, g, beta, products, pullback)
-
-
-def shape_of(shape, dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """An output that varies over the mesh axes over which `like` does."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)

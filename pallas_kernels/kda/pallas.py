@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.dispatch import vary_alike
-from pallas_kernels.kda.blocks import LANES, Problem
+from pallas_kernels.common.kernels import LANES
+from pallas_kernels.kda.blocks import Problem
 from pallas_kernels.kda.pallas_bwd import backward
 from pallas_kernels.kda.pallas_fwd import Inputs, Outputs, forward, present_in
 from pallas_kernels.kda.steps import CHUNK, Steps, segment_order, steps_of_rows, steps_of_segments

@@ -23,24 +23,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, ROWS_BY_ROWS, dot, in_turns, shape_of
 from pallas_kernels.kda import tiles
 from pallas_kernels.kda.blocks import (
     COMPILER_PARAMS,
-    LANES,
     Problem,
     Specs,
     column,
-    interleave,
     keep_live,
     load_chunk,
     masks_of,
-    shape_of,
     write_live,
 )
 from pallas_kernels.kda.gate import GATE_FLOOR, activation_gradients
 from pallas_kernels.kda.pallas_fwd import Inputs, Outputs, present_in
 from pallas_kernels.kda.steps import CHUNK, Steps
-from pallas_kernels.kda.tiles import COLUMNS_BY_ROWS, ROWS_BY_ROWS, Cotangents, dot, iota
+from pallas_kernels.kda.tiles import Cotangents, iota
 
 MAX_HEADS = 8
 
@@ -134,7 +132,7 @@ def _kernel(scalars, *refs, problem: Problem, heads: int):
             gradients.rates[...] = jnp.zeros_like(gradients.rates)
 
     masks = masks_of(inputs.order, steps, m) if problem.masked else None
-    interleave(_head(h, problem, heads, inputs, saved, gradients, dstate, masks) for h in range(heads))
+    in_turns(_head(h, problem, heads, inputs, saved, gradients, dstate, masks) for h in range(heads))
 
     @pl.when(steps.reset[m] == 1)
     def _():

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels.common.dispatch import vary_alike
-from pallas_kernels.kda.blocks import shape_of
+from pallas_kernels.common.kernels import shape_of
 from pallas_kernels.kda.reference import recurrent_kda
 from pallas_kernels.kda.steps import segment_order
 

@@ -5,7 +5,7 @@ projection leaves them, [B, T, heads * channels], so nothing is transposed in HB
 chunk, transposed [V, K], so that its decay is one row vector.
 
 What decides the speed is how well the scheduler packs instructions: one head is a chain of dependent products. The
-heads are therefore written in turns (`interleave`), in two passes: `_intra` needs no state and fills the vector unit,
+heads are therefore written in turns (`in_turns`), in two passes: `_intra` needs no state and fills the vector unit,
 `_inter` is the chain through the state.
 """
 
@@ -17,22 +17,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int32
 
+from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, ROWS_BY_ROWS, dot, in_turns, shape_of
 from pallas_kernels.kda import tiles
 from pallas_kernels.kda.blocks import (
     COMPILER_PARAMS,
-    LANES,
     Problem,
     Specs,
     column,
-    interleave,
     keep_live,
     load_chunk,
     masks_of,
-    shape_of,
     write_live,
 )
 from pallas_kernels.kda.steps import CHUNK, Steps
-from pallas_kernels.kda.tiles import COLUMNS_BY_ROWS, ROWS_BY_ROWS, TILE, dot
+from pallas_kernels.kda.tiles import TILE
 
 # More heads per step pack better, until their values no longer fit the registers.
 MAX_HEADS = 32
@@ -131,9 +129,9 @@ def _kernel(scalars, *refs, problem: Problem, heads: int, saves: bool):
             scratch.state[h] = zero if inputs.initial is None else inputs.initial[0, h].T
 
     masks = masks_of(inputs.order, steps, m) if problem.masked else None
-    interleave(_intra(h, problem, heads, inputs, scratch, masks) for h in range(heads))
+    in_turns(_intra(h, problem, heads, inputs, scratch, masks) for h in range(heads))
     pairs = [range(h, min(h + 2, heads)) for h in range(0, heads, 2)]
-    interleave(_inter(pair, problem, inputs, outputs, scratch, masks) for pair in pairs)
+    in_turns(_inter(pair, problem, inputs, outputs, scratch, masks) for pair in pairs)
 
     @pl.when(steps.flush[m] == 1)
     def _():

@@ -10,7 +10,6 @@ rounded to `dtype`, the type of the inputs; sums are float32. Functions that are
 of another head should go in between.
 """
 
-import math
 from collections.abc import Callable, Generator
 from typing import NamedTuple
 
@@ -19,18 +18,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LOG2E, ROWS_BY_ROWS, dot
 from pallas_kernels.kda.gate import GATE_FLOOR
 from pallas_kernels.kda.steps import CHUNK
 
 TILE = 16
-LOG2E = math.log2(math.e)
-ROWS_BY_ROWS, COLUMNS_BY_ROWS = ((1,), (1,)), ((0,), (0,))
-
-
-def dot(a, b, contract=((1,), (0,))) -> Float[Array, "_ _"]:
-    """A product with float32 sums, and of float32 operands in full precision."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def iota(axis: int, shape: tuple[int, int] = (CHUNK, CHUNK)) -> Array:

@@ -162,6 +162,14 @@ def test_predicted_text(bench, monkeypatch):
     assert "no calibration for v6e" in out and "Predicted, not measured" in out and "kda.1" in out
 
 
+@pytest.mark.parametrize("arguments", [["--dtype", "float32"], ["--shape", "1,8,2,8", "--segments", "3,5"]])
+def test_public_kernels_take_whole_rows_in_bfloat16(bench, monkeypatch, arguments):
+    monkeypatch.setattr(kda_tpu_peers, "installed", lambda: ["tokamax"])
+    monkeypatch.setattr(kda_predicted, "schedule_of", lambda *_, **__: pytest.fail("compiled"))
+    status, _, err = bench("--topology", "tpu7x:2x2x1", "--peers", *arguments)
+    assert status == 2 and "--peers: expected neither --segments nor float32" in err
+
+
 def test_public_kernels_beside_ours(bench, monkeypatch, tmp_path):
     """One that has no backward pass, and one that refuses the chip in one direction."""
 
