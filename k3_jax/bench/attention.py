@@ -9,7 +9,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from k3_jax.bench import report
-from k3_jax.bench.kda import integers
 from k3_jax.config import ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shape",
-        type=integers,
-        default=integers(SHAPE),
+        type=report.integers,
+        default=report.integers(SHAPE),
         metavar="B,T,H",
         help=f"batch, tokens, heads (default: {SHAPE})",
     )
@@ -90,14 +89,9 @@ def _text(case: "Case", topology: str, numbers: dict[str, Any]) -> str:
     from pallas_kernels.attention.bench import operations
     from pallas_kernels.common import tpu
 
-    rows = [("", "bundles/token/head", "HBM MB", "MXU", "fill", "spill", "predicted ms")]
+    rows = [report.PREDICTED]
     for backward, direction in enumerate(report.DIRECTIONS):
-        for name, x in numbers[direction].items():
-            shares = (f"{100 * x[f'{slot}_share']:.0f} %" for slot in ("mxu", "fill", "spill"))
-            predicted = "-" if x["predicted_ms"] is None else f"{x['predicted_ms']:.3f}"
-            rows.append(
-                (f"{direction} {name}", f"{x['bundles_per_token_head']:.2f}", f"{x['hbm_mb']:.0f}", *shares, predicted)
-            )
+        rows += [report.predicted_row(f"{direction} {name}", x) for name, x in numbers[direction].items()]
         floor = 1e3 * operations(case, bool(backward)) / tpu.chip(topology).bf16_flops
         rows.append((f"{direction} roofline: matrix products", *[""] * 5, f"{floor:.3f}"))
     sizes = f"B,T,H = {case.B},{case.T},{case.H} in bfloat16, widths {case.N} + {case.R}, {case.V}"

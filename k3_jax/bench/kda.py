@@ -21,12 +21,12 @@ PICTURES = (".png", ".pdf", ".svg")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--shape", type=integers, metavar="B,T,H,K[,V]",
+        "--shape", type=report.integers, metavar="B,T,H,K[,V]",
         help=f"batch, tokens, heads, channels of keys and of values (default: {_text(SMALL_SHAPE)}; with --topology, "
         f"and on a TPU, {_text(LARGE_SHAPE)})",
     )  # fmt: skip
     parser.add_argument(
-        "--segments", type=integers, default=(), metavar="LENGTHS",
+        "--segments", type=report.integers, default=(), metavar="LENGTHS",
         help="lengths of packed sequences that fill T, as 300,1,0,700,1047",
     )  # fmt: skip
     parser.add_argument(
@@ -106,13 +106,6 @@ def _check_peers() -> None:
 
     if not installed():
         raise ConfigError(f"--peers: expected one of {', '.join(p.package for p in PEERS.values())} to be installed")
-
-
-def integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected integers with commas between them") from None
 
 
 def _text(numbers: tuple[int, ...]) -> str:

@@ -67,13 +67,9 @@ def _peers(case: Case, topology: str) -> dict[str, Summaries]:
 
 
 def _side_by_side(everybody: dict[str, Summaries]) -> str:
-    rows = [("", "bundles/token/head", "HBM MB", "MXU", "fill", "spill", "predicted ms")]
+    rows = [report.PREDICTED]
     for name, summaries in everybody.items():
-        for direction, x in summaries.items():
-            shares = (f"{100 * x[f'{slot}_share']:.0f} %" for slot in ("mxu", "fill", "spill"))
-            predicted = "-" if x["predicted_ms"] is None else f"{x['predicted_ms']:.3f}"
-            bundles = f"{x['bundles_per_token_head']:.2f}"
-            rows.append((f"{direction} {name}", bundles, f"{x['hbm_mb']:.0f}", *shares, predicted))
+        rows += [report.predicted_row(f"{direction} {name}", x) for direction, x in summaries.items()]
     return report.columns(rows)
 
 

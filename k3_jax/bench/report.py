@@ -49,3 +49,21 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """The type of an argument such as 1,512,2,64."""
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected integers with commas between them") from None
+
+
+PREDICTED = ("", "bundles/token/head", "HBM MB", "MXU", "fill", "spill", "predicted ms")
+
+
+def predicted_row(name: str, x: dict[str, float | None]) -> tuple[str, ...]:
+    """The cells under `PREDICTED`."""
+    shares = (f"{100 * x[f'{slot}_share']:.0f} %" for slot in ("mxu", "fill", "spill"))
+    predicted = "-" if x["predicted_ms"] is None else f"{x['predicted_ms']:.3f}"
+    return name, f"{x['bundles_per_token_head']:.2f}", f"{x['hbm_mb']:.0f}", *shares, predicted
