@@ -29,10 +29,10 @@ def test_a_topology_that_does_not_exist(capsys):
 
 def test_attention(tmp_path, capsys):
     place = tmp_path / "attention.json"
-    assert main(["bench", "attention", "--shape", "1,1024,2", "--json", str(place)]) == 0
+    assert main(["bench", "attention", "--shape", "1,4096,2", "--json", str(place)]) == 0
     assert "forward_backward splash" in capsys.readouterr().out
     numbers = json.loads(place.read_text())
-    assert numbers["shape"] == {"B": 1, "T": 1024, "H": 2}
+    assert numbers["shape"] == {"B": 1, "T": 4096, "H": 2}
     for direction in ("forward", "forward_backward"):
         for row in numbers[direction].values():
             assert 0.5 < row["mxu_share"] < 1 and row["hbm_mb"] > 0 and row["predicted_ms"] > 0
