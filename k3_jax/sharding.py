@@ -96,6 +96,12 @@ def _mesh_axes(letters: str) -> Axes:
     return tuple(axis for letter in letters for axis in ACTIVE.get(letter, ()))
 
 
+def axis_of(letter: str) -> str | None:
+    """Inside `local`: the one mesh axis over which this letter is cut, None if it is whole."""
+    (axis,) = ACTIVE[letter]
+    return axis if has_mesh() and jax.lax.axis_size(axis) > 1 else None
+
+
 def sum_over(letters: str, x: jax.Array) -> jax.Array:
     """Inside `local`: the sum over the shards of these letters."""
     return jax.lax.psum(x, _mesh_axes(letters)) if has_mesh() else x

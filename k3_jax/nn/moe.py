@@ -17,7 +17,7 @@ from k3_jax.nn.balance import expert_load, histogram
 from k3_jax.nn.init import normal, ones, zeros
 from k3_jax.nn.linear import MLP, param, project, situ
 from k3_jax.nn.norm import rms_norm
-from k3_jax.parallel.grouped import grouped_matmul
+from k3_jax.parallel.expert import routed_experts
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["histogram", "load"], meta_fields=[])
@@ -55,7 +55,7 @@ class LatentMoE(nnx.Module):
             for w, letters in ((self.w1, "ELF"), (self.w3, "ELF"), (self.w2, "EFL"))
         )
         experts = sharding.local(
-            partial(routed_experts, config=self.config), ("BT_", "BT_", "BT_", ("ELF", "ELF", "EFL")), "BT_"
+            partial(experts_of, config=self.config), ("BT_", "BT_", "BT_", ("ELF", "ELF", "EFL")), "BT_"
         )
         u = experts(z, p, chosen, weights).astype(x.dtype)
         u = rms_norm(u, self.latent_norm[...], self.config.norm_eps)
@@ -85,18 +85,11 @@ def _choose(scores, bias, segment_ids, *, moe: MoEConfig):
     return picked * moe.routed_scaling_factor, chosen, (counts, load)
 
 
-def routed_experts(
+def experts_of(
     z: Float[Array, "B T L"], p: Float[Array, "B T k"], chosen: Int[Array, "B T k"], weights, *, config: K3Config
 ) -> Float[Array, "B T L"]:
-    """sum_j p_j w2_j SiTU(w1_j z, w3_j z) in float32 on one device's tokens: sorted by expert, nothing dropped."""
-    w1, w3, w2 = weights
-    B, T, k = p.shape
-    flat = chosen.reshape(-1)
-    order = jnp.argsort(flat)  # stable: rows of one expert keep their order
-    sizes = jnp.zeros(w1.shape[0], jnp.int32).at[flat].add(1)
-    rows = z.reshape(B * T, -1)[order // k]
-    gate = grouped_matmul(rows, w1, sizes).astype(z.dtype)
-    up = grouped_matmul(rows, w3, sizes).astype(z.dtype)
-    y = grouped_matmul(situ(gate, up, config.situ_beta, config.situ_linear_beta), w2, sizes)
-    unsorted = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(B, T, k, -1)
-    return sharding.sum_over("F", jnp.einsum("btk,btkl->btl", p, unsorted, precision=jax.lax.Precision.HIGHEST))
+    """sum_j p_j w2_j SiTU(w1_j z, w3_j z) of one device's tokens, in float32."""
+    tokens = (x.reshape(-1, x.shape[-1]) for x in (z, p, chosen))
+    activation = partial(situ, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
+    u = routed_experts(*tokens, *weights, activation=activation, axis=sharding.axis_of("E"))
+    return sharding.sum_over("F", u.reshape(*z.shape[:2], -1))

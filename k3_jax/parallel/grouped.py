@@ -19,26 +19,12 @@ BLOCK = 128
 
 def grouped_matmul(x: Float[Array, "R A"], w: Float[Array, "G A C"], sizes: Int[Array, " G"]) -> Float[Array, "R C"]:
     """y[r] = x[r] @ w[g] for the group g of row r; `sizes` sum to R. float32 accumulation and result."""
-    return _product(*vary_alike(x, w, sizes))
+    return jax.lax.platform_dependent(*vary_alike(x, w, sizes), cpu=_blocked, default=_ragged)
 
 
-@jax.custom_vjp
-def _product(x, w, sizes):
-    return jax.lax.platform_dependent(x, w, sizes, cpu=_blocked, default=_ragged)
-
-
-def _forward(x, w, sizes):
-    return _product(x, w, sizes), (x, w, sizes)
-
-
-def _backward(saved, dy):
-    x, w, sizes = saved
-    dx = _product(dy.astype(x.dtype), jnp.swapaxes(w, 1, 2), sizes).astype(x.dtype)
-    dw = jax.lax.platform_dependent(x, dy.astype(x.dtype), sizes, cpu=_blocked_outer, default=_ragged_outer)
-    return dx, dw.astype(w.dtype), None
-
-
-_product.defvjp(_forward, _backward)
+def grouped_outer(x: Float[Array, "R A"], dy: Float[Array, "R C"], sizes: Int[Array, " G"]) -> Float[Array, "G A C"]:
+    """dw[g] = x_g^T dy_g: the gradient of `grouped_matmul` for w, in float32."""
+    return jax.lax.platform_dependent(*vary_alike(x, dy, sizes), cpu=_blocked_outer, default=_ragged_outer)
 
 
 def _ragged(x, w, sizes):
@@ -46,7 +32,7 @@ def _ragged(x, w, sizes):
 
 
 def _ragged_outer(x, dy, sizes):
-    """dw[g] = x_g^T dy_g: the ragged axis is the contracted one."""
+    """The ragged axis is the contracted one."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )

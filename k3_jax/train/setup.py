@@ -10,13 +10,14 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from k3_jax import sharding
-from k3_jax.config import ConfigError, DataConfig, RunConfig
+from k3_jax.config import ConfigError, DataConfig, K3Config, RunConfig
 from k3_jax.nn.pretrained import load_config, load_model
 from k3_jax.overrides import differences, from_json, to_json
 from k3_jax.train.checkpoint import Checkpoints
@@ -88,10 +89,28 @@ def check_run(run: RunConfig, mesh: jax.sharding.Mesh, init: Path | None) -> Non
                 f"data.batch_size = {run.data.batch_size}: expected micro-batches (here {rows} rows of "
                 f"{stage.data.sequence_length} tokens) that split over the {shards} batch shards of the mesh"
             )
+    check_splits(run.model, mesh)
     if init is not None:
         changed = [line for line in differences(load_config(init), run.model) if not line.startswith(INIT_FREE)]
         if changed:
             raise ConfigError(f"--init {init}: another architecture: {'; '.join(changed)}")
+
+
+def check_splits(model: K3Config, mesh: jax.sharding.Mesh) -> None:
+    """Raises ConfigError for a size that the mesh axis of its letter does not divide."""
+    sizes = [
+        ("O", "vocab_size"),
+        ("D", "hidden_size"),
+        ("H", "kda.num_heads"),
+        ("H", "mla.num_heads"),
+        ("F", "dense_dim"),
+    ]
+    if model.moe:
+        sizes += [("E", "moe.num_experts"), ("L", "moe.latent_dim"), ("F", "moe.expert_dim"), ("F", "moe.shared_dim")]
+    for letter, name in sizes:
+        (axis,), size = sharding.STORED[letter], attrgetter(name)(model)
+        if size % mesh.shape[axis]:
+            raise ConfigError(f"model.{name} = {size}: expected a multiple of mesh.{axis} = {mesh.shape[axis]}")
 
 
 def read_corpora(run: RunConfig) -> tuple[Corpus, Corpus]:

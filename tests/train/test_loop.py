@@ -87,3 +87,10 @@ def test_batch_that_does_not_split_is_refused(run, tmp_path):
     with pytest.raises(ConfigError, match=r"data.batch_size = 4.*4 batch shards"):
         loop.train(small, tmp_path / "work")
     assert not (tmp_path / "work").exists()
+
+
+def test_experts_that_do_not_split_are_refused(run, tmp_path):
+    train, mesh = dataclasses.replace(run.train, grad_accumulation=1), MeshConfig(expert=8)
+    with pytest.raises(ConfigError, match=r"model.moe.num_experts = 4: expected a multiple of mesh.expert = 8"):
+        loop.train(dataclasses.replace(run, train=train, mesh=mesh), tmp_path / "work")
+    assert not (tmp_path / "work").exists()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from k3_jax.nn.linear import situ
-from k3_jax.nn.moe import routed_experts
+from k3_jax.nn.moe import experts_of
 from k3_jax.parallel import grouped
-from k3_jax.parallel.grouped import grouped_matmul
+from k3_jax.parallel.grouped import grouped_matmul, grouped_outer
 from pallas_kernels.common.testing import assert_close, assert_gradients_close, outputs_and_gradients
 from tests.models import make_model, tiny_config, to_named
 from tests.unit import oracle
@@ -115,7 +115,7 @@ def dense_experts(z, p, chosen, w1, w3, w2):
 
 
 def sorted_experts(z, p, chosen, w1, w3, w2):
-    return (routed_experts(z, p, chosen, (w1, w3, w2), config=CONFIG),)
+    return (experts_of(z, p, chosen, (w1, w3, w2), config=CONFIG),)
 
 
 @pytest.mark.parametrize("routing", ["random", "one_hot_expert"])
@@ -142,9 +142,9 @@ def test_combine_is_float32():
     z, p = jnp.asarray(normal(1, 5, 16), jnp.bfloat16), jnp.asarray(np.abs(normal(1, 5, 2)))
     w = [jnp.asarray(normal(*s, seed=8) / 4, jnp.bfloat16) for s in ((6, 16, 12), (6, 16, 12), (6, 12, 16))]
     chosen = jnp.asarray(np.tile([1, 3], (1, 5, 1)), jnp.int32)
-    y = routed_experts(z, p, chosen, tuple(w), config=CONFIG)
+    y = experts_of(z, p, chosen, tuple(w), config=CONFIG)
     assert y.dtype == jnp.float32
-    parts = [routed_experts(z, jnp.ones((1, 5, 1)), chosen[..., i : i + 1], tuple(w), config=CONFIG) for i in (0, 1)]
+    parts = [experts_of(z, jnp.ones((1, 5, 1)), chosen[..., i : i + 1], tuple(w), config=CONFIG) for i in (0, 1)]
     np.testing.assert_allclose(y, p[..., :1] * parts[0] + p[..., 1:] * parts[1], rtol=1e-6, atol=1e-6)
 
 
@@ -165,35 +165,24 @@ def loop(x, w, sizes):
     return (jnp.stack([x @ w[g] for g in range(4)])[group, jnp.arange(200)],)
 
 
-def ragged(x, w, sizes):
-    return (grouped._ragged(x, w, sizes),)
-
-
 def product(x, w, sizes):
     return (grouped_matmul(x, w, sizes),)
 
 
+def ragged(x, w, sizes):
+    return (grouped._ragged(x, w, sizes),)
+
+
 @pytest.mark.parametrize("sizes", SIZES)
-def test_grouped_product_and_gradients(sizes):
+def test_grouped_products(sizes):
     """The blocked form of this CPU, and the ragged_dot of the other backends, against a loop over groups."""
-    arguments = {
-        "x": jnp.asarray(normal(200, 12)), "w": jnp.asarray(normal(4, 12, 7, seed=1)),
-        "sizes": jnp.asarray(SIZES[sizes], jnp.int32),
-    }  # fmt: skip
-    cotangents = (normal(200, 7, seed=2),)
-    (expected,), expected_gradients = outputs_and_gradients(loop, arguments, cotangents)
+    x, w, dy = normal(200, 12), normal(4, 12, 7, seed=1), normal(200, 7, seed=2)
+    arguments = {"x": jnp.asarray(x), "w": jnp.asarray(w), "sizes": jnp.asarray(SIZES[sizes], jnp.int32)}
+    (expected,), gradients = outputs_and_gradients(loop, arguments, (dy,))
     for op in (product, ragged):
-        (actual,), gradients = outputs_and_gradients(op, arguments, cotangents)
-        assert_close(op.__name__, actual, expected, 5e-6)
-        assert_gradients_close(gradients, expected_gradients, 5e-6)
-
-
-def test_ragged_weight_gradient_of_other_backends():
-    """`_ragged_outer` is only called where the backend is no CPU; its numbers are checked here."""
-    x, dy = jnp.asarray(normal(200, 12)), jnp.asarray(normal(200, 7, seed=2))
-    for sizes in SIZES.values():
-        sizes = jnp.asarray(sizes, jnp.int32)
-        assert_close("dw", grouped._ragged_outer(x, dy, sizes), grouped._blocked_outer(x, dy, sizes), 5e-6)
+        assert_close(op.__name__, op(**arguments)[0], expected, 5e-6)
+    for outer in (grouped_outer, grouped._ragged_outer):
+        assert_close("dw", outer(jnp.asarray(x), jnp.asarray(dy), arguments["sizes"]), gradients["w"], 5e-6)
 
 
 def test_grouped_product_of_bf16_accumulates_in_float32():

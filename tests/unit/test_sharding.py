@@ -21,13 +21,21 @@ from tests.models import abstract_model, make_model, quick_jit, random_tokens, t
 
 # One layer of each mixer and of each FFN, with sizes that 8 devices divide.
 CONFIG = tiny_config(
-    num_layers=2, mla_layers=(1,), kda={"num_heads": 4}, mla={"num_heads": 4, "q_lora_rank": 16}, attn_res_block=2
+    num_layers=2,
+    mla_layers=(1,),
+    kda={"num_heads": 4},
+    mla={"num_heads": 4, "q_lora_rank": 16},
+    moe={"num_experts": 16},
+    attn_res_block=2,
 )
 MESHES = {
     "data": MeshConfig(data=8),
     "fsdp": MeshConfig(fsdp=8),
     "data_and_tensor": MeshConfig(data=2, tensor=4),
     "data_fsdp_tensor": MeshConfig(data=2, fsdp=2, tensor=2),
+    "expert": MeshConfig(expert=8),
+    "data_expert_tensor": MeshConfig(data=2, expert=2, tensor=2),
+    "fsdp_expert": MeshConfig(fsdp=2, expert=4),
 }
 # Axes of one layer's tensor; "-" is not sharded.
 TABLE = {
@@ -89,7 +97,7 @@ def one_device():
     return model, float(value), to_named(gradients, CONFIG), reports
 
 
-SLOW = {"data", "data_and_tensor"}  # the other two use the same axes
+SLOW = {"data", "data_and_tensor", "expert", "data_expert_tensor"}  # the others use the same axes
 
 
 @pytest.mark.parametrize(
