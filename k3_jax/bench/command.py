@@ -23,6 +23,11 @@ BENCHES = {
         "attention of Gated MLA and JAX's Splash kernel, predicted for a TPU",
         "k3 bench attention --topology tpu7x:2x2x1 --json attention.json",
     ),
+    "balance": Bench(
+        "k3_jax.bench.balance",
+        "expert parallelism: who computes what, and which experts are borrowed, for a given routing",
+        "k3 bench balance --ranks 64 --routing zipf --plot balance.png --json",
+    ),
 }
 
 

@@ -5,7 +5,6 @@ Imports no JAX until it runs.
 
 import argparse
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3_jax.bench import report
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
 SMALL_SHAPE, LARGE_SHAPE = (1, 512, 2, 64), (1, 8192, 32, 128)
 DTYPES = ("float32", "bfloat16")
-PICTURES = (".png", ".pdf", ".svg")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +64,7 @@ def run(args: argparse.Namespace) -> int:
     for option in ("peers", "plot"):
         if getattr(args, option) and not args.topology:
             raise ConfigError(f"--{option}: expected --topology")
-    if args.plot:
-        report.check_file("plot", args.plot)
-        if Path(args.plot).suffix not in PICTURES:
-            raise ConfigError(f"--plot = {args.plot}: expected a name that ends in {', '.join(PICTURES)}")
+    report.check_picture(args.plot)
     if args.baseline and (args.topology or args.segments):
         raise ConfigError("--baseline: expected neither --topology nor --segments; it is measured, on whole rows")
     report.check_json_argument(args.json)

@@ -11,11 +11,18 @@ from typing import Any
 from k3_jax.config import ConfigError
 
 STDOUT = "-"
+PICTURES = (".png", ".pdf", ".svg")
 DIRECTIONS = ("forward", "forward_backward")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write the numbers as JSON too; - prints them instead of tables")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="write the numbers as JSON too; without a name, or to -, print them instead of tables",
+    )
 
 
 def check_json_argument(place: str | None) -> None:
@@ -28,6 +35,15 @@ def check_file(option: str, place: str) -> None:
     path = Path(place).absolute()
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--{option} = {place}: expected a file in a folder that can be written to")
+
+
+def check_picture(place: str | None) -> None:
+    """Of `--plot`."""
+    if place is None:
+        return
+    check_file("plot", place)
+    if Path(place).suffix not in PICTURES:
+        raise ConfigError(f"--plot = {place}: expected a name that ends in {', '.join(PICTURES)}")
 
 
 def publish(place: str | None, numbers: dict[str, Any], text: str) -> None:

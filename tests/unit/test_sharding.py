@@ -97,7 +97,7 @@ def one_device():
     return model, float(value), to_named(gradients, CONFIG), reports
 
 
-SLOW = {"data", "data_and_tensor", "expert", "data_expert_tensor"}  # the others use the same axes
+SLOW = {"data", "fsdp", "data_and_tensor", "expert", "data_expert_tensor"}  # the others use the same axes
 
 
 @pytest.mark.parametrize(
