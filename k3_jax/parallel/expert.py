@@ -23,6 +23,8 @@ from pallas_kernels.common.dispatch import on_tpu, vary_alike
 Activation = Callable[[Array, Array], Array]
 # Up to so many ranks reading every token costs no more than sending each row: R S L against k S L.
 FEW_RANKS = 16
+# Compiler options for TPUs: SparseCores move the rows while the TensorCore multiplies.
+TPU_OPTIONS = {"xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all": True}
 
 
 def routed_experts(
@@ -68,10 +70,6 @@ def route_of(chosen: Int[Array, "S k"], experts: int, axis: str | None, dtype: D
     return Route(Gathered.of(plan, order, k, axis), sizes, plan)
 
 
-def _with_loans(weights, route: Route, axis):
-    return tuple(w if route.plan is None else borrow(w, route.plan, axis) for w in weights)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _experts(activation, axis, z, p, chosen, w1, w3, w2):
     return _forward(activation, axis, z, p, chosen, w1, w3, w2)[0]
@@ -79,29 +77,78 @@ def _experts(activation, axis, z, p, chosen, w1, w3, w2):
 
 def _forward(activation, axis, z, p, chosen, *weights):
     route = route_of(chosen, weights[0].shape[0], axis, z.dtype)
-    w1, w3, w2 = _with_loans(weights, route, axis)
-    x = route.transport.rows(z)
-    h = activation(*(grouped_matmul(x, w, route.sizes).astype(z.dtype) for w in (w1, w3)))
-    y = route.transport.column(p)[:, None] * grouped_matmul(h, w2, route.sizes)
-    return route.transport.combine(y), (route, z, p, weights)
+    (w1, w3, w2), scale, departed = _embark(route, axis, weights, p, z)
+
+    def hidden(sizes, x):
+        return activation(*(grouped_matmul(x, w, sizes).astype(z.dtype) for w in (w1, w3)))
+
+    def output(sizes, scale, h):
+        return scale * grouped_matmul(h, w2, sizes), ()
+
+    u, _ = _by_chunks(hidden, output, route, scale, departed)
+    return u, (route, z, p, weights)
 
 
 def _backward(activation, axis, saved, du):
     """p's gradient is <du, w2 h> = <w2^T du, h>: w2^T du is needed for h's gradient anyway, w2 h is not."""
     route, z, p, weights = saved
-    w1, w3, w2 = _with_loans(weights, route, axis)
-    transport, sizes = route.transport, route.sizes
-    x, dy, weight = transport.rows(z), transport.rows(du.astype(z.dtype)), transport.column(p)[:, None]
-    h, pullback = jax.vjp(activation, *(grouped_matmul(x, w, sizes).astype(z.dtype) for w in (w1, w3)))
-    dh = grouped_matmul(dy, jnp.swapaxes(w2, 1, 2), sizes)
-    dp = transport.column_back(jnp.sum(dh * h.astype(jnp.float32), axis=1))
-    dgate, dup = pullback((weight * dh).astype(h.dtype))
-    dx = grouped_matmul(dgate, jnp.swapaxes(w1, 1, 2), sizes) + grouped_matmul(dup, jnp.swapaxes(w3, 1, 2), sizes)
-    dz = transport.combine(dx).astype(z.dtype)
-    weighted = (weight * dy.astype(jnp.float32)).astype(z.dtype)
-    dws = grouped_outer(x, dgate, sizes), grouped_outer(x, dup, sizes), grouped_outer(h, weighted, sizes)
+    both = jnp.concatenate([z, du.astype(z.dtype)], axis=1)
+    (w1, w3, w2), scale, departed = _embark(route, axis, weights, p, both)
+    v1, v3, v2 = (jnp.swapaxes(w, 1, 2) for w in (w1, w3, w2))
+
+    def hidden(sizes, rows):
+        x, dy = jnp.split(rows, 2, axis=1)
+        gate, up = (grouped_matmul(x, w, sizes).astype(z.dtype) for w in (w1, w3))
+        return x, dy, gate, up, grouped_matmul(dy, v2, sizes)
+
+    def gradients(sizes, scale, found):
+        x, dy, gate, up, dh = found
+        h, pullback = jax.vjp(activation, gate, up)
+        dgate, dup = pullback((scale * dh).astype(h.dtype))
+        dx = grouped_matmul(dgate, v1, sizes) + grouped_matmul(dup, v3, sizes)
+        dscale = jnp.sum(dh * h.astype(jnp.float32), axis=1)
+        return dx, (dscale, x, h, dgate, dup, (scale * dy.astype(jnp.float32)).astype(z.dtype))
+
+    dz, rest = _by_chunks(hidden, gradients, route, scale, departed)
+    # Over all rows at once: a gradient of all weights per chunk would cost more than the products.
+    dscale, x, h, dgate, dup, dy = map(jnp.concatenate, zip(*rest, strict=True))
+    dz, dp = dz.astype(z.dtype), route.transport.column_back(dscale)
+    dws = (grouped_outer(a, b, route.sizes) for a, b in ((x, dgate), (x, dup), (h, dy)))
     dws = (dw if route.plan is None else give_back(dw, route.plan, axis) for dw in dws)
     return dz, dp, None, *(dw.astype(w.dtype) for dw, w in zip(dws, weights, strict=True))
 
 
 _experts.defvjp(_forward, _backward)
+
+
+def _embark(route: Route, axis, weights, p, x):
+    """Weights with those that are borrowed, the rows' scales, and x ready to travel, after both of them."""
+    weights = tuple(w if route.plan is None else borrow(w, route.plan, axis) for w in weights)
+    scale, departed = route.transport.column(p)[:, None], route.transport.depart(x)
+    return in_order(weights, scale, departed)
+
+
+def in_order(*values):
+    """The same values, all of them computed before any is used."""
+    return jax.lax.optimization_barrier(values)
+
+
+def _by_chunks(first: Callable, second: Callable, route: Route, scale: Float[Array, "N 1"], departed: Array):
+    """Computes this rank's rows: y, more = second(sizes, scale, first(sizes, rows)) of every chunk. Returns the tokens'
+    sums of y and the list of all `more`.
+
+    A chunk's rows travel under `second` of the one before, its results travel back under `first` of the next. The
+    barriers say so; left alone, XLA sends everything before it computes anything, and sends it back at the end.
+    """
+    transport, C = route.transport, route.transport.chunks
+    scales, ends, n = jnp.split(scale, C), jnp.cumsum(route.sizes), scale.shape[0] // C
+    y, returned, rest = None, None, []
+    for chunk in range(C):
+        sizes = jnp.diff(jnp.clip(ends - chunk * n, 0, n), prepend=0)
+        rows, y = in_order(transport.arrive(departed, chunk), y)
+        if chunk:
+            returned = transport.give(returned, y, chunk - 1)
+        found, returned, departed = in_order(first(sizes, rows), returned, departed)
+        y, more = second(sizes, scales[chunk], found)
+        rest.append(more)
+    return transport.combine(transport.give(returned, y, C - 1)), rest

@@ -34,7 +34,7 @@ def _fetch(w, plan: Plan, axis: str):
     borrows = (plan.donor == me)[:, None] & lent  # [R, m]: what each rank wants of mine
     gives = (jnp.arange(plan.donor.shape[0]) == plan.donor[me])[:, None] & lent[me][None]  # what I want of each rank
     at = jnp.broadcast_to(jnp.arange(plan.home), lent.shape)
-    return exchange(w, at, at, borrows.astype(jnp.int32), gives.astype(jnp.int32), axis)
+    return exchange(w, jnp.zeros_like(w), at, at, borrows.astype(jnp.int32), gives.astype(jnp.int32), axis)
 
 
 def _collect(own, lent_gradient, plan: Plan, axis: str):
@@ -48,7 +48,8 @@ def _collect(own, lent_gradient, plan: Plan, axis: str):
         now = lent & (turn == round)[:, None]
         send = (jnp.arange(R) == plan.donor[me])[:, None] & now[me][None]
         receive = (plan.donor == me)[:, None] & now
-        part = exchange(lent_gradient, at, at, send.astype(jnp.int32), receive.astype(jnp.int32), axis)
+        none = jnp.zeros_like(total)
+        part = exchange(lent_gradient, none, at, at, send.astype(jnp.int32), receive.astype(jnp.int32), axis)
         return round + 1, total + part
 
     # Ranks of other expert groups have plans of their own; all take part in the largest number of rounds.

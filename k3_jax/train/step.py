@@ -13,23 +13,25 @@ from k3_jax.config import RunConfig
 from k3_jax.nn.balance import load_stats, updated_bias
 from k3_jax.nn.moe import RouterStats
 from k3_jax.nn.transformer import K3
+from k3_jax.parallel.expert import TPU_OPTIONS
 from k3_jax.train.loss import next_token_loss
 from k3_jax.train.packing import Batch
 from k3_jax.train.qk_clip import qk_clip
 from k3_jax.train.schedule import learning_rate
 from k3_jax.train.state import TrainState, optimizer_for
+from pallas_kernels.common.dispatch import on_tpu
 
 Metrics = dict[str, jax.Array]
 
 
 def make_train_step(run: RunConfig) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """A jitted step over a batch [micro-batches, B, T].
+    """A jitted step over a batch [micro-batches, B, T], for the mesh that is set.
 
     A loss, gradient or update that is not finite leaves the model and the optimizer as they were.
     """
     schedule = learning_rate(run.optimizer, run.train.steps)
 
-    @partial(jax.jit, donate_argnums=0)
+    @partial(jax.jit, donate_argnums=0, compiler_options=TPU_OPTIONS if on_tpu() else None)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, grads, reports = accumulate(run, state.model, batch)
         grad_norm = optax.tree.norm(grads)

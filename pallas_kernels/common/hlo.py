@@ -21,14 +21,15 @@ _SLICES = {"dynamic-slice", "slice"}
 
 @dataclass(frozen=True)
 class Op:
-    """One HLO instruction. `arrays` are those of its result: bytes, and whether they are in HBM. `rest` is what follows
-    the operands. The one operand of a parameter is its number.
+    """One HLO instruction. `arrays` are those of its result: bytes, and whether they are in HBM; `dims` their sizes.
+    `rest` is what follows the operands. The one operand of a parameter is its number.
     """
 
     name: str
     opcode: str
     operands: tuple[str, ...]
     arrays: tuple[tuple[int, bool], ...]
+    dims: tuple[tuple[int, ...], ...]
     root: bool
     rest: str
 
@@ -60,8 +61,12 @@ def read_hlo(text: str) -> dict[str, Computation]:
         elif op := _INSTRUCTION.match(line):
             root, name, shape, opcode, operands, rest = op.groups()
             names = (operands,) if opcode == "parameter" else tuple(re.findall(r"%([\w.\-]+)", operands))
-            current[name] = Op(name, opcode, names, _arrays(shape), bool(root), rest)
+            current[name] = Op(name, opcode, names, _arrays(shape), _dims(shape), bool(root), rest)
     return computations
+
+
+def _dims(shape: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(size) for size in sizes.split(",") if size) for _, sizes, _ in _ARRAY.findall(shape))
 
 
 def _arrays(shape: str) -> tuple[tuple[int, bool], ...]:
@@ -89,6 +94,27 @@ def hbm_bytes(op: Op, inside: Computation, computations: dict[str, Computation])
     return read + _bytes_written(op, fused)
 
 
+def flops(op: Op, inside: Computation, computations: dict[str, Computation]) -> int:
+    """Of the matrix products in an op of the computation `inside`; those of Pallas kernels are not known."""
+    if op.opcode == "fusion":
+        fused = computations[_called(op)]
+        return sum(flops(x, fused, computations) for x in fused.values())
+    if op.name.startswith("ragged-dot-none"):
+        return _grouped_flops(op, inside)
+    if op.opcode not in ("convolution", "dot"):
+        return 0
+    left, right, out = (math.prod(x.dims[0]) for x in (*(inside[name] for name in op.operands[:2]), op))
+    return round(2 * out * math.sqrt(left * right / out))  # [M, K] x [K, N]
+
+
+def _grouped_flops(op: Op, inside: Computation) -> int:
+    """[n, A] x [G, A, C] -> [n, C], or [n, A] x [n, C] by groups -> [G, A, C]."""
+    dims = [x.dims[0] for x in (op, *(inside[name] for name in op.operands)) if x.dims]
+    rows = max(d[0] for d in dims if len(d) == 2)
+    _, A, C = next(d for d in dims if len(d) == 3)
+    return 2 * rows * A * C
+
+
 def _called(op: Op) -> str:
     return re.search(r"calls=%([\w.\-]+)", op.rest)[1]
 
@@ -101,7 +127,7 @@ def _alone(op: Op, inside: Computation) -> Computation:
     """A computation of one op, as if it were a fusion."""
     names = tuple(f"parameter.{i}" for i in range(len(op.operands)))
     parameters = {
-        name: Op(name, "parameter", (str(i),), inside[operand].arrays, False, "")
+        name: Op(name, "parameter", (str(i),), inside[operand].arrays, inside[operand].dims, False, "")
         for i, (name, operand) in enumerate(zip(names, op.operands, strict=True))
     }
     return parameters | {op.name: dataclasses.replace(op, operands=names, root=True)}

@@ -1,0 +1,83 @@
+"""How much of its communication a scheduled TPU program hides: its ops replayed in order, each for its predicted time.
+
+The compiler's text lists ops in the order in which the TensorCore starts them. An asynchronous transfer occupies the
+links from its start on, one after the other; its `done` waits for it, and what is waited for is exposed. A transfer is
+covered if a matrix product is scheduled between the two. Predicted, not measured: links and arithmetic run at the rates
+given; latencies and contention for HBM are left out.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pallas_kernels.common.aot import COLLECTIVES
+from pallas_kernels.common.hlo import Computation, Op, flops, hbm_bytes, read_hlo
+from pallas_kernels.common.tpu import Chip
+
+
+@dataclass
+class Replay:
+    """Seconds of the TensorCore's ops, of transfers, and of waiting for them; bytes sent, and of those covered."""
+
+    compute: float = 0.0
+    transfer: float = 0.0
+    exposed: float = 0.0
+    sent: float = 0.0
+    covered: float = 0.0
+    products: int = 0  # operations of matrix products so far
+    links_free: float = 0.0
+    pending: dict[str, tuple[float, int, float]] = field(default_factory=dict)  # end, products at the start, bytes
+
+    @property
+    def now(self) -> float:
+        return self.compute + self.exposed
+
+    @property
+    def covered_share(self) -> float:
+        return self.covered / self.sent if self.sent else 1.0
+
+    @property
+    def hidden_share(self) -> float:
+        return 1 - self.exposed / self.transfer if self.transfer else 1.0
+
+
+def replay(text: str, chip: Chip, link_bandwidth: float, sent: Callable[[Op], float]) -> Replay:
+    """`link_bandwidth` in bytes per second and device; `sent` is the bytes that a device sends in a collective, 0 for
+    those that are left out. Loops run once."""
+    computations = read_hlo(text)
+    (entry,) = re.findall(r"^ENTRY %([\w.\-]+) ", text, re.MULTILINE)
+    state = Replay()
+    _run(computations[entry], computations, chip, lambda op: (sent(op), sent(op) / link_bandwidth), state)
+    return state
+
+
+def _run(inside: Computation, computations, chip: Chip, cost, state: Replay) -> None:
+    for op in inside.values():
+        if op.opcode == "while":
+            body = re.search(r"body=%([\w.\-]+)", op.rest)[1]
+            _run(computations[body], computations, chip, cost, state)
+        elif op.name.startswith(COLLECTIVES):
+            _communicate(op, cost, state)
+        else:
+            products = flops(op, inside, computations)
+            state.products += products
+            state.compute += max(hbm_bytes(op, inside, computations) / chip.hbm_bandwidth, products / chip.bf16_flops)
+
+
+def _communicate(op: Op, cost, state: Replay) -> None:
+    """What SparseCores do starts with an update: its call-start has no operands."""
+    if op.opcode == "call-start":
+        return
+    if op.opcode.endswith("-done"):
+        end, products, size = state.pending.pop(op.operands[0])
+        state.exposed += max(0.0, end - state.now)
+        state.covered += size if state.products > products else 0
+        return
+    size, seconds = cost(op)
+    state.sent += size
+    state.transfer += seconds
+    state.links_free = max(state.now, state.links_free) + seconds
+    if op.opcode.endswith(("-start", "-update")):
+        state.pending[op.name] = state.links_free, state.products, size
+    else:
+        state.exposed += state.links_free - state.now

@@ -1,0 +1,69 @@
+"""The replay of a scheduled program: a transfer under a product, one that is waited for, and a synchronous one."""
+
+import dataclasses
+
+import pytest
+
+from pallas_kernels.common import tpu
+from pallas_kernels.common.hlo import flops, read_hlo
+from pallas_kernels.common.overlap import replay
+
+CHIP = dataclasses.replace(tpu.TPU7X, bf16_flops=2e6, hbm_bandwidth=1e30)  # a product of 100 x 100 takes one second
+TEXT = """\
+HloModule m, is_scheduled=true
+
+%fused (p0: f32[100,100], p1: f32[100,100]) -> f32[100,100] {
+  %p0 = f32[100,100]{1,0} parameter(0)
+  %p1 = f32[100,100]{1,0} parameter(1)
+  ROOT %convolution.1 = f32[100,100]{1,0} convolution(%p0, %p1), dim_labels=bf_io->bf
+}
+
+%body (q: f32[100,100]) -> f32[100,100] {
+  %q = f32[100,100]{1,0} parameter(0)
+  ROOT %all-reduce.1 = f32[100,100]{1,0} all-reduce(%q), to_apply=%sum
+}
+
+ENTRY %main (a: f32[100,100], b: f32[100,100]) -> f32[100,100] {
+  %a = f32[100,100]{1,0} parameter(0)
+  %b = f32[100,100]{1,0} parameter(1)
+  %ragged-all-to-all.1.call-start = () call-start(), async_execution_thread="sparsecore"
+  %ragged-all-to-all.1.call-update = (f32[100,100]{1,0}) call-update(%ragged-all-to-all.1.call-start, %a)
+  %fusion.1 = f32[100,100]{1,0} fusion(%a, %b), kind=kOutput, calls=%fused
+  %ragged-all-to-all.1.call-done = f32[100,100]{1,0} call-done(%ragged-all-to-all.1.call-update)
+  %all-gather-start = (f32[100,100]{1,0}) all-gather-start(%fusion.1)
+  %all-gather-done = f32[100,100]{1,0} all-gather-done(%all-gather-start)
+  ROOT %while.1 = f32[100,100]{1,0} while(%all-gather-done), condition=%always, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(("seconds", "exposed"), [(0.75, 1.5), (1.5, 3.5)])
+def test_replay(seconds, exposed):
+    """Three transfers: under one second of work, under none, and one that has no start."""
+    found = replay(TEXT, CHIP, 40_000 / seconds, lambda op: 40_000)
+    assert found.compute == pytest.approx(1)
+    assert found.transfer == pytest.approx(3 * seconds)
+    assert found.exposed == pytest.approx(exposed)
+    assert (found.sent, found.covered) == (120_000, 40_000)
+    assert found.covered_share == pytest.approx(1 / 3)
+    assert found.hidden_share == pytest.approx(1 - exposed / (3 * seconds))
+
+
+GROUPED = """\
+ENTRY %main (x: bf16[64,8], w: bf16[3,8,16], y: bf16[64,16]) -> f32[64,16] {
+  %n = s32[4]{0} parameter(0)
+  %x = bf16[64,8]{1,0} parameter(1)
+  %w = bf16[3,8,16]{2,1,0} parameter(2)
+  %y = bf16[64,16]{1,0} parameter(3)
+  %ragged-dot-none.1 = f32[64,16]{1,0} custom-call(%n, %x, %w), custom_call_target="tpu_custom_call"
+  ROOT %ragged-dot-none.2 = f32[3,8,16]{2,1,0} custom-call(%n, %x, %y), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_operations_of_grouped_products():
+    computations = read_hlo(GROUPED)
+    main = computations["main"]
+    for name in ("ragged-dot-none.1", "ragged-dot-none.2"):
+        assert flops(main[name], main, computations) == 2 * 64 * 8 * 16
+    assert flops(main["x"], main, computations) == 0
