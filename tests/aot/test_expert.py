@@ -14,7 +14,7 @@ from k3_jax.parallel.transport import CHUNKS
 from pallas_kernels.common import aot
 
 S, K, E, L, F = 8192, 16, 896, 3584, 3072
-RANKS = {"v5p:4x4x4": 64, "v6e:16x16": 128, "tpu7x:4x4x4": 64, "tpu7x:2x2x2": 16}
+RANKS = {"v5p:4x4x4": 64, "v6e:8x16": 128, "tpu7x:4x4x4": 64, "tpu7x:2x2x2": 16}
 ACTIVATION = functools.partial(situ, beta=4.0, linear_beta=25.0)
 
 
@@ -46,10 +46,10 @@ def test_layer(facts, topology):
     report = facts.check(name, lower(topology, ranks), topology)
     exchanges = report.collectives["ragged-all-to-all"]
     if ranks > 16:
-        # By chunks, rows there and back, forward and backward (z and du together); p twice, its gradient once; three
-        # weights fetched for each direction, three gradients given back.
-        assert exchanges == 4 * CHUNKS + 3 + 3 + 3 + 3
+        # By chunks, rows there and back, forward and backward (z and du together); three weights fetched, their
+        # gradients given back; p twice, its gradient once.
+        assert exchanges == 4 * CHUNKS + 3 + 3 + 2 + 1
     else:
         assert exchanges == 3 + 3
     rows, weights = S * K * (L + F) * 4, 3 * 2 * (E // ranks) * L * F * 4  # of one rank, in float32
-    assert report.peak_bytes < 2.5 * (rows + weights)
+    assert report.peak_bytes < 2.8 * (rows + weights)
