@@ -53,7 +53,7 @@ def _collect(own, lent_gradient, plan: Plan, axis: str):
         return round + 1, total + part
 
     # Ranks of other expert groups have plans of their own; all take part in the largest number of rounds.
-    rounds = jax.lax.pmax(rounds, tuple(jax.typeof(rounds).manual_axis_type.varying))
+    rounds = jax.lax.pmax(rounds, tuple(sorted(jax.typeof(rounds).manual_axis_type.varying)))
     start = (jnp.zeros_like(rounds), *vary_alike(own, like=(lent_gradient,)))
     return jax.lax.while_loop(lambda state: state[0] < rounds, collect, start)[1]
 
