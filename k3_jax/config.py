@@ -198,7 +198,7 @@ class MeshConfig:
             ok = isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
             _require(ok, f"MeshConfig.{name}", size, "a positive integer, or -1 for the remaining devices")
         _require(list(sizes.values()).count(-1) <= 1, "MeshConfig", sizes, "at most one axis of -1")
-        for name in ("pipe", "context"):
+        for name in ("pipe",):
             _require(sizes[name] == 1, f"MeshConfig.{name}", sizes[name], "1 (this axis is not supported yet)")
 
 

@@ -5,6 +5,7 @@ Weights are stored by `STORED` and gathered over `fsdp` where they are used (`us
 a layer works alone on one device. Letters that are in no table (K, V, L, ...) are never sharded.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -25,9 +26,10 @@ STORED: dict[str, Axes] = {
     "F": ("tensor",),
     "E": ("expert",),
 }
-# Letters of a weight in use and of activations.        B: batch rows
+# Letters of a weight in use and of activations.        B: batch rows, T: positions (S: those of keys, whole)
 ACTIVE: dict[str, Axes] = {
     "B": ("data", "fsdp", "expert"),
+    "T": ("context",),
     "O": ("tensor",),
     "H": ("tensor",),
     "F": ("tensor",),
@@ -38,12 +40,18 @@ ACTIVE: dict[str, Axes] = {
 def _spec(letters: str, table: dict[str, Axes]) -> PartitionSpec:
     entries, used = [], set()
     for letter in letters:
-        axes = table.get(letter, ())
+        axes = _axes_of(letter, table)
         if used & set(axes):
             raise ConfigError(f"sharding '{letters}': axes {sorted(used & set(axes))} are used twice")
         used |= set(axes)
         entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
     return PartitionSpec(*entries)
+
+
+def _axes_of(letter: str, table: dict[str, Axes]) -> Axes:
+    """Positions are not cut by a context axis of one device: what is summed over them would seem to differ on it."""
+    axes = table.get(letter, ())
+    return () if letter == "T" and get_abstract_mesh().shape.get("context", 1) == 1 else axes
 
 
 def stored(letters: str) -> PartitionSpec:
@@ -74,6 +82,11 @@ def spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
     return x.sharding.spec if x.sharding else PartitionSpec()
 
 
+def reshape(x: jax.Array, shape: tuple[int, ...], letters: str) -> jax.Array:
+    """`x.reshape(shape)`, laid out by `letters`."""
+    return jax.lax.reshape(x, shape, out_sharding=active(letters) if has_mesh() else None)
+
+
 def use(weight: jax.Array, letters: str, dtype: DTypeLike) -> jax.Array:
     """A stored weight, cast and gathered over `fsdp` for one use; the gradient is summed in `dtype`, then scattered."""
     return place(weight.astype(dtype), active(letters))
@@ -93,13 +106,18 @@ def local(fn: Callable, inputs: tuple, outputs) -> Callable:
 
 
 def _mesh_axes(letters: str) -> Axes:
-    return tuple(axis for letter in letters for axis in ACTIVE.get(letter, ()))
+    return tuple(axis for letter in letters for axis in _axes_of(letter, ACTIVE))
 
 
 def axis_of(letter: str) -> str | None:
     """Inside `local`: the one mesh axis over which this letter is cut, None if it is whole."""
     (axis,) = ACTIVE[letter]
-    return axis if has_mesh() and jax.lax.axis_size(axis) > 1 else None
+    return axis if has_mesh() and get_abstract_mesh().shape[axis] > 1 else None
+
+
+def size_of(letter: str) -> int:
+    """Over how many devices this letter is cut."""
+    return math.prod(get_abstract_mesh().shape[axis] for axis in _mesh_axes(letter)) if has_mesh() else 1
 
 
 def sum_over(letters: str, x: jax.Array) -> jax.Array:

@@ -47,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU here is not needed
-    sizes = (args.ranks, args.tokens, args.experts, args.top_k)
-    if args.routing in routing.PATTERNS:
-        choices = routing.made_up(args.routing, *sizes)
-    else:
-        choices = routing.from_file(Path(args.routing), *sizes)
+    report.progress("choosing experts")
+    try:
+        choices = _choices(args)
+    except MemoryError:
+        raise ConfigError(f"--ranks = {args.ranks}, --tokens = {args.tokens}: expected fewer for this memory") from None
     counts = np.stack([np.bincount(x.reshape(-1), minlength=args.experts) for x in choices]).astype(np.int32)
     plan, seconds = timed_plan(counts)
     numbers = {
@@ -64,6 +64,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _choices(args: argparse.Namespace) -> routing.Choices:
+    sizes = (args.ranks, args.tokens, args.experts, args.top_k)
+    if args.routing in routing.PATTERNS:
+        return routing.made_up(args.routing, *sizes)
+    return routing.from_file(Path(args.routing), *sizes)
+
+
 def _check(args: argparse.Namespace) -> None:
     for option in ("ranks", "experts", "top_k", "tokens"):
         if getattr(args, option) < 1:
@@ -72,6 +79,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--experts = {args.experts}: expected a multiple of --ranks = {args.ranks}")
     if args.top_k > args.experts:
         raise ConfigError(f"--top-k = {args.top_k}: expected at most --experts = {args.experts}")
+    if (rows := args.ranks * args.tokens * args.top_k) >= 2**31:
+        raise ConfigError(f"--ranks x --tokens x --top-k = {rows}: expected less than 2^31 rows; counts are int32")
     report.check_json_argument(args.json)
     report.check_picture(args.plot)
 
@@ -94,7 +103,8 @@ def timed_plan(counts: np.ndarray) -> tuple["Plan", float]:
 
 def balanced(plan: "Plan") -> dict[str, Any]:
     """What every rank gets: each row of every rank is followed to where it is computed."""
-    R, E = plan.counts.shape
+    from k3_jax.parallel.loan import pieces_home
+
     moved = rows_moved(plan)
     tokens, borrowed = moved.sum(0), np.asarray(plan.lent()).sum(1)
     away = tokens - np.diagonal(moved)
@@ -104,6 +114,7 @@ def balanced(plan: "Plan") -> dict[str, Any]:
         "max_redundant_experts": int(borrowed.max()),
         "mean_redundant_experts": float(borrowed.mean()),
         "lower_bound_redundant": lower_bound(plan.counts),
+        "gradient_turns": int(pieces_home(plan)[1]),
         "rows_mb_per_rank": float(away.mean() * LATENT * BYTES / 1e6),
         "weights_mb_per_rank_max": float(borrowed.max() * 3 * LATENT * WIDTH * BYTES / 1e6),
         "weights_mb_per_rank_mean": float(borrowed.mean() * 3 * LATENT * WIDTH * BYTES / 1e6),
@@ -163,6 +174,7 @@ def _text(x: dict[str, Any]) -> str:
         (f"with capacity {CAPACITY}: dropped", f"{100 * x['capacity_dropped']:.2f} %", ""),
         ("borrowed experts: mean and most", f"{x['mean_redundant_experts']:.2f}", f"{x['max_redundant_experts']}"),
         ("their number at least, and allowed", f"{x['lower_bound_redundant']}", f"{x['experts'] // x['ranks']}"),
+        ("turns in which their gradients go home", f"{x['gradient_turns']}", ""),
         ("MB of rows per rank, one way", f"{x['rows_mb_per_rank']:.0f}", ""),
         ("MB of borrowed weights: mean and most", *weights),
         ("planning, ms", f"{x['planning_ms']:.2f}", ""),

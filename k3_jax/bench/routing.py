@@ -37,20 +37,23 @@ def made_up(pattern: str, ranks: int, tokens: int, experts: int, top_k: int, see
 def from_file(path: Path, ranks: int, tokens: int, experts: int, top_k: int) -> Choices:
     """A NumPy file of ranks x tokens x k experts, in any shape that ends in k. Raises ConfigError."""
     try:
-        choices = np.load(path)
-    except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"--routing = {path}: {error}: expected a .npy file, or {', '.join(PATTERNS)}") from None
+        with path.open("rb") as file:
+            choices = np.lib.format.read_array(file, allow_pickle=False)
+    except OSError as error:
+        raise ConfigError(f"--routing = {path}: {error.strerror}: expected a file, or {', '.join(PATTERNS)}") from None
+    except ValueError:
+        raise ConfigError(f"--routing = {path}: expected a .npy file of integers") from None
     wanted = (ranks * tokens, top_k)
     if choices.dtype.kind not in "iu" or choices.size != wanted[0] * top_k or choices.shape[-1:] != wanted[1:]:
         raise ConfigError(
             f"--routing = {path}: holds {choices.dtype} {list(choices.shape)}: expected integers [{ranks * tokens}, "
             f"{top_k}], the experts of {ranks} x {tokens} tokens"
         )
-    choices = choices.reshape(ranks, tokens, top_k).astype(np.int32)
     if choices.min() < 0 or choices.max() >= experts:
         raise ConfigError(
             f"--routing = {path}: holds experts {choices.min()} to {choices.max()}: expected 0 to {experts - 1}"
         )
+    choices = choices.reshape(ranks, tokens, top_k).astype(np.int32)
     if (np.diff(np.sort(choices, axis=-1), axis=-1) == 0).any():
         raise ConfigError(f"--routing = {path}: expected {top_k} different experts per token")
     return choices

@@ -18,6 +18,7 @@ from k3_jax.config import K3Config
 from k3_jax.nn.init import normal, ones, uniform, zeros
 from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import gated_rms_norm, l2_norm
+from k3_jax.parallel.context import context_kda, halo, of_last_rank
 from pallas_kernels.kda import kda_from_raw_gate, kda_gate, recurrent_kda
 
 
@@ -42,14 +43,14 @@ def short_conv(
     weight: Float[Array, "W H K"],
     segment_ids: Int[Array, "B T"],
     context: Float[Array, "B W1 H K"],
+    context_ids: Int[Array, "B W1"],
 ) -> Float[Array, "B T H K"]:
     """y_t = SiLU(sum_j w_j u_{t-W+1+j}) in float32, where taps outside t's document count as zero.
 
-    `context` holds the W - 1 inputs before the row; they belong to the row's first document.
+    `context` holds the W - 1 inputs before the row, and `context_ids` their documents.
     """
     W, T = weight.shape[0], u.shape[1]
-    before = jnp.broadcast_to(segment_ids[:, :1], (u.shape[0], W - 1)) if T else segment_ids[:, :0]
-    ids = jnp.concatenate([before, segment_ids], axis=1)
+    ids = jnp.concatenate([context_ids, segment_ids], axis=1)
     padded = jnp.concatenate([context.astype(u.dtype), u], axis=1)
     y = jnp.zeros(u.shape, jnp.float32)
     for j in range(W):
@@ -112,14 +113,27 @@ class KDA(nnx.Module):
 def _mix(u, z, beta, segment_ids, state: KDAState, weights, *, lower_bound: float | None):
     """Convolutions, gate and delta rule on one device's rows and heads."""
     q_conv, k_conv, v_conv, A_log, dt_bias = weights
-    conv = lambda i, w: short_conv(u[:, :, i], w, segment_ids, state.conv[:, :, i])  # noqa: E731
+    axis = sharding.axis_of("T")
+    context, context_ids = state.conv, jnp.broadcast_to(segment_ids[:, :1], (u.shape[0], q_conv.shape[0] - 1))
+    if axis:
+        context, context_ids = halo((u, segment_ids), (context, context_ids), axis)
+    conv = lambda i, w: short_conv(u[:, :, i], w, segment_ids, context[:, :, i], context_ids)  # noqa: E731
     q, k, v = l2_norm(conv(0, q_conv)), l2_norm(conv(1, k_conv)), conv(2, v_conv)
-    options = {"initial_state": state.S, "segment_ids": segment_ids}
-    if u.shape[1] == 1:
-        o, S = recurrent_kda(q, k, v, kda_gate(z, A_log, dt_bias, lower_bound), beta, **options)
+
+    def attend(q, k, v, z, beta, S, segment_ids):
+        options = {"gate_lower_bound": lower_bound, "initial_state": S, "segment_ids": segment_ids}
+        return kda_from_raw_gate(q, k, v, z, beta, A_log, dt_bias, **options)
+
+    conv_after = conv_context(u, segment_ids, context)
+    if axis:
+        o, S = context_kda(attend, q, k, v, z, beta, state.S, segment_ids, axis)
+        conv_after = of_last_rank(conv_after, segment_ids, axis)
+    elif u.shape[1] == 1:
+        gate = kda_gate(z, A_log, dt_bias, lower_bound)
+        o, S = recurrent_kda(q, k, v, gate, beta, initial_state=state.S, segment_ids=segment_ids)
     else:
-        o, S = kda_from_raw_gate(q, k, v, z, beta, A_log, dt_bias, gate_lower_bound=lower_bound, **options)
-    return o, KDAState(S, conv_context(u, segment_ids, state.conv))
+        o, S = attend(q, k, v, z, beta, state.S, segment_ids)
+    return o, KDAState(S, conv_after)
 
 
 def _conv_init(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:

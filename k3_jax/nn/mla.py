@@ -54,12 +54,18 @@ class MLA(nnx.Module):
         self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], Float[Array, " H"]]:
         """Training form: keys and values expanded. Also returns the largest logit of each head (for QK-clip)."""
-        c, latent = self.config.mla, self._latent(x)
-        kv = project("btc,chn->bthn", latent[..., : c.kv_lora_rank], self.kv_b, "LH_", "BTH_")
-        attend = sharding.local(
-            partial(_expanded, scale=c.qk_head_dim**-0.5), ("BTH_", "BTH_", "BTH_", "BT_", "BT"), ("BTH_", "H")
+        c = self.config.mla
+        # Over the context axis latents travel, 576 numbers per token, and every rank expands those of all.
+        latent, k_segment = (
+            sharding.place(x, sharding.active("BS_"[: x.ndim])) for x in (self._latent(x), segment_ids)
         )
-        o, peak = attend(*self._query(x), kv, latent[..., c.kv_lora_rank :], segment_ids)
+        kv = project("bsc,chn->bshn", latent[..., : c.kv_lora_rank], self.kv_b, "LH_", "BSH_")
+        attend = sharding.local(
+            partial(_expanded, scale=c.qk_head_dim**-0.5),
+            ("BTH_", "BTH_", "BSH_", "BS_", "BT", "BS"),
+            ("BTH_", "H"),
+        )
+        o, peak = attend(*self._query(x), kv, latent[..., c.kv_lora_rank :], segment_ids, k_segment)
         return self._output(x, o), peak
 
     def extend(
@@ -106,10 +112,19 @@ class MLA(nnx.Module):
         return project("bthv,hvd->btd", o * gate, self.o, "HVD", "BTD")
 
 
-def _expanded(q_nope, q_pe, kv, k_pe, segment_ids, *, scale: float):
-    """Causal attention within documents; every head sees the same extra key."""
-    o, peak = mla_attention(q_nope, q_pe, kv, k_pe, segment_ids, scale=scale)
-    return o, sharding.max_over("BT", peak)
+def _expanded(q_nope, q_pe, kv, k_pe, q_segment, k_segment, *, scale: float):
+    """Causal attention within documents; every head sees the same extra key. Queries are this rank's positions."""
+    axis = sharding.axis_of("T")
+    if axis is None:
+        o, peak = mla_attention(q_nope, q_pe, kv, k_pe, q_segment, scale=scale)
+        return o, sharding.max_over("BT", peak)
+    (B, T, H, N), S = q_nope.shape, kv.shape[1]
+    start = T * jax.lax.axis_index(axis)
+    q_position, k_position = (jnp.broadcast_to(x[None], (B, x.size)) for x in (start + jnp.arange(T), jnp.arange(S)))
+    k = jnp.concatenate([kv[..., :N], jnp.broadcast_to(k_pe[:, :, None], (B, S, H, k_pe.shape[2]))], axis=-1)
+    q = jnp.concatenate([q_nope, q_pe], axis=-1)[:, :, :, None]
+    o, peak = blockwise_attention(q, k, kv[..., N:], q_position, k_position, q_segment, k_segment, scale)
+    return o[:, :, :, 0], sharding.max_over("BT", peak[:, 0])
 
 
 def _absorbed(q, new, valid, start, latent, *, rank: int, scale: float):

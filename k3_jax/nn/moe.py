@@ -73,11 +73,15 @@ class LatentMoE(nnx.Module):
 
 
 def _choose(scores, bias, segment_ids, *, moe: MoEConfig):
-    """The bias decides who is chosen and never enters the weights (report Eq. 13)."""
+    """The bias decides who is chosen and never enters the weights (report Eq. 13). Padding, whose tokens are alike,
+    goes to all experts in turn with weight 0: it must not make experts busy."""
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores + bias[None, None]), moe.top_k)
+    padding = (segment_ids < 0)[..., None]
+    chosen = jnp.where(padding, jnp.arange(chosen.size).reshape(chosen.shape) % moe.num_experts, chosen)
     picked = jnp.take_along_axis(scores, chosen, axis=-1)
     if moe.renormalize:
         picked = picked / (picked.sum(-1, keepdims=True) + 1e-20)
+    picked = jnp.where(padding, 0.0, picked)
     live = (segment_ids >= 0).reshape(-1)
     counts = histogram(scores.reshape(-1, moe.num_experts), bias, moe.top_k, moe.quantile_bins, live)
     load = expert_load(chosen.reshape(-1, moe.top_k), moe.num_experts, live)

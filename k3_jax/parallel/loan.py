@@ -29,39 +29,47 @@ def _scatter(lent, plan: Plan, axis: str):
 
 
 def _fetch(w, plan: Plan, axis: str):
-    """Only what is needed travels: one piece of one expert, or none, per rank and expert."""
+    """Only what is needed travels: one piece of one expert, or none, per rank and expert. What did not travel is not
+    written either: those groups have no rows."""
     me, lent = jax.lax.axis_index(axis), plan.lent()
     borrows = (plan.donor == me)[:, None] & lent  # [R, m]: what each rank wants of mine
     gives = (jnp.arange(plan.donor.shape[0]) == plan.donor[me])[:, None] & lent[me][None]  # what I want of each rank
     at = jnp.broadcast_to(jnp.arange(plan.home), lent.shape)
-    return exchange(w, jnp.zeros_like(w), at, at, borrows.astype(jnp.int32), gives.astype(jnp.int32), axis)
+    out = jax.lax.empty(w.shape, w.dtype)
+    return exchange(w, out, at, at, borrows.astype(jnp.int32), gives.astype(jnp.int32), axis)
 
 
 def _collect(own, lent_gradient, plan: Plan, axis: str):
-    """In rounds, so that each donor hears from one borrower at a time: many may have borrowed the same expert."""
-    me, lent, R = jax.lax.axis_index(axis), plan.lent(), plan.donor.shape[0]
-    at = jnp.broadcast_to(jnp.arange(plan.home), lent.shape)
-    turn, rounds = turns(plan)
+    """In turns of m pieces per donor, since many may have borrowed the same expert."""
+    me, lent, m = jax.lax.axis_index(axis), plan.lent(), plan.home
+    mine = (plan.donor == me)[:, None] & lent  # [R, m]: pieces that come to me
+    to_me = (jnp.arange(plan.donor.shape[0]) == plan.donor[me])[:, None]
+    number, turns = pieces_home(plan)
+    at = jnp.broadcast_to(jnp.arange(m), lent.shape)
 
     def collect(state):
-        round, total = state
-        now = lent & (turn == round)[:, None]
-        send = (jnp.arange(R) == plan.donor[me])[:, None] & now[me][None]
-        receive = (plan.donor == me)[:, None] & now
-        none = jnp.zeros_like(total)
-        part = exchange(lent_gradient, none, at, at, send.astype(jnp.int32), receive.astype(jnp.int32), axis)
-        return round + 1, total + part
+        turn, total = state
+        now = lent & (number // m == turn)
+        send, receive = to_me & now[me][None], mine & now
+        slot = jnp.broadcast_to((number % m)[me][None], lent.shape)
+        out = jax.lax.empty(total.shape, total.dtype)
+        arrived = exchange(lent_gradient, out, at, slot, send.astype(jnp.int32), receive.astype(jnp.int32), axis)
+        # The expert of each slot; m, which is nowhere, for a slot that nothing came to.
+        (nowhere,) = vary_alike(jnp.full(m, m), like=(receive,))
+        expert = nowhere.at[jnp.where(receive, number % m, m).reshape(-1)].set(at.reshape(-1), mode="drop")
+        return turn + 1, total.at[expert].add(arrived, mode="drop")
 
-    # Ranks of other expert groups have plans of their own; all take part in the largest number of rounds.
-    rounds = jax.lax.pmax(rounds, tuple(sorted(jax.typeof(rounds).manual_axis_type.varying)))
-    start = (jnp.zeros_like(rounds), *vary_alike(own, like=(lent_gradient,)))
-    return jax.lax.while_loop(lambda state: state[0] < rounds, collect, start)[1]
+    # Ranks of other expert groups have plans of their own; all take part in the largest number of turns.
+    turns = jax.lax.pmax(turns, tuple(sorted(jax.typeof(turns).manual_axis_type.varying)))
+    start = (jnp.zeros_like(turns), *vary_alike(own, like=(lent_gradient,)))
+    return jax.lax.while_loop(lambda state: state[0] < turns, collect, start)[1]
 
 
-def turns(plan: Plan) -> tuple[Int[Array, " R"], Int[Array, ""]]:
-    """When each borrower reports to its donor, and how many turns that takes."""
-    R = plan.donor.shape[0]
-    borrows = plan.lent().any(1)
-    same = (plan.donor[:, None] == plan.donor[None]) & borrows[None] & (jnp.arange(R)[None] < jnp.arange(R)[:, None])
-    turn = same.sum(1)
-    return turn, jnp.max(jnp.where(borrows, turn + 1, 0))
+def pieces_home(plan: Plan) -> tuple[Int[Array, "R m"], Int[Array, ""]]:
+    """The place of each borrowed expert in the queue of its donor, and in how many turns of m all queues are served."""
+    R, m = plan.donor.shape[0], plan.home
+    lent, donors = plan.lent(), plan.donor[:, None] == jnp.arange(R)[None]
+    queue = jnp.where(donors, lent.sum(1)[:, None], 0)  # [R, donor]: pieces of each rank
+    before = jnp.take_along_axis(jnp.cumsum(queue, axis=0) - queue, plan.donor[:, None], axis=1)
+    number = before + jnp.cumsum(lent, axis=1) - lent
+    return number, -(-jnp.max(queue.sum(0)) // m)

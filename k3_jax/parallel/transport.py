@@ -60,14 +60,15 @@ class Transport(Protocol):
         ...
 
 
-def transport(fields: list[str], fixed: list[str]) -> Callable[[type], type]:
+def pytree_dataclass(fields: list[str], fixed: list[str]) -> Callable[[type], type]:
     """A frozen dataclass that is a pytree: the backward pass uses the forward's."""
     return lambda cls: jax.tree_util.register_dataclass(dataclass(frozen=True)(cls), fields, fixed)
 
 
-@transport(["order"], ["k"])
+@pytree_dataclass(["order", "inverse"], ["k"])
 class Local:
     order: Int[Array, " N"]
+    inverse: Int[Array, " N"]
     k: int
     chunks = 1
 
@@ -84,13 +85,13 @@ class Local:
         return y
 
     def combine(self, returned):
-        return _unsorted(returned, self.order).reshape(-1, self.k, returned.shape[1]).sum(1)
+        return returned[self.inverse].reshape(-1, self.k, returned.shape[1]).sum(1)
 
     def column_back(self, c):
-        return _unsorted(c, self.order).reshape(-1, self.k)
+        return c[self.inverse].reshape(-1, self.k)
 
 
-@transport(["choice"], ["k", "axis"])
+@pytree_dataclass(["choice"], ["k", "axis"])
 class Gathered:
     choice: Int[Array, " N"]  # each row's place in the choices of all ranks
     k: int
@@ -127,9 +128,10 @@ class Gathered:
         return jax.lax.psum_scatter(zeros.at[index].add(x), self.axis, tiled=True)
 
 
-@transport(["order", "sent", "received"], ["k", "axis", "wire"])
+@pytree_dataclass(["order", "inverse", "sent", "received"], ["k", "axis", "wire"])
 class Ragged:
     order: Int[Array, " N"]
+    inverse: Int[Array, " N"]
     sent: Pieces  # per destination, [R, G]
     received: Pieces  # per source, [R, G]
     k: int
@@ -137,10 +139,10 @@ class Ragged:
     wire: jnp.dtype  # of the rows that go back
 
     @staticmethod
-    def of(plan: Plan, order: Int[Array, " N"], k: int, axis: str, wire: DTypeLike) -> "Ragged":
+    def of(plan: Plan, order, inverse, k: int, axis: str, wire: DTypeLike) -> "Ragged":
         ranks = jnp.arange(jax.lax.axis_size(axis))
         me = jnp.full_like(ranks, jax.lax.axis_index(axis))
-        return Ragged(order, pieces(plan, me, ranks), pieces(plan, ranks, me), k, axis, jnp.dtype(wire))
+        return Ragged(order, inverse, pieces(plan, me, ranks), pieces(plan, ranks, me), k, axis, jnp.dtype(wire))
 
     @property
     def chunks(self) -> int:
@@ -160,11 +162,11 @@ class Ragged:
         return self._back(returned, y.astype(self.wire), chunk * y.shape[0])
 
     def combine(self, returned):
-        rows = _unsorted(returned, self.order).reshape(-1, self.k, returned.shape[1])
+        rows = returned[self.inverse].reshape(-1, self.k, returned.shape[1])
         return rows.astype(jnp.float32).sum(1)
 
     def column_back(self, c):
-        return _unsorted(self._back(None, c, 0), self.order).reshape(-1, self.k)
+        return self._back(None, c, 0)[self.inverse].reshape(-1, self.k)
 
     def _there(self, x, start: int, rows: int):
         """The rows from `start` on that arrive here."""
@@ -174,7 +176,7 @@ class Ragged:
 
     def _back(self, returned, x, start: int):
         """The rows from `start` on go where they came from. Where that is is known here, from the plan."""
-        mine, theirs = (part(pieces, start, start + x.shape[0]) for pieces in (self.received, self.sent))
+        mine, theirs = (part(whole, start, start + x.shape[0]) for whole in (self.received, self.sent))
         out = jax.lax.empty((self.order.size, *x.shape[1:]), x.dtype) if returned is None else returned
         return exchange(x, out, mine.destination, mine.source, mine.size, theirs.size, self.axis)
 
@@ -191,7 +193,3 @@ def exchange(x, out, at, there, send, receive, axis: str) -> Array:
     x, out = vary_alike(x, out)
     flat = (piece.reshape(-1) for piece in (at, send, there, receive))
     return jax.lax.ragged_all_to_all(x, out, *flat, axis_name=axis)
-
-
-def _unsorted(x, order):
-    return jnp.zeros_like(x).at[order].set(x, unique_indices=True)

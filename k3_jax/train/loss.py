@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from k3_jax import sharding
 from k3_jax.nn.transformer import K3
+from k3_jax.parallel.context import following
 
 
 def next_token_loss(
@@ -20,17 +22,20 @@ def next_token_loss(
     Each target also costs `z_loss` (log sum exp)^2, which keeps logits small (PaLM, arXiv 2204.02311, §5).
     """
     B, T, D = h.shape
-    size = min(chunk, T)
-    count = -(-T // size)
-    targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    R = sharding.size_of("T")  # each rank of the context axis cuts its own positions
+    size = min(chunk, T // R)
+    count = -(-(T // R) // size)
+    targets = sharding.local(_targets, ("BT",), "BT")(tokens)
 
     def cut(x):
-        x = jnp.pad(x, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(B, count, size, *x.shape[2:]), 1, 0)
+        rest, letters = x.shape[2:], "BT__"[: x.ndim + 1]
+        x = sharding.reshape(x, (B, R, T // R, *rest), letters)
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, count * size - T // R)] + [(0, 0)] * len(rest))
+        return jnp.moveaxis(x.reshape(B, R, count, size, *rest), 2, 0)
 
     @jax.checkpoint
     def step(total, x):
-        h, target, mask = x
+        h, target, mask = (sharding.reshape(y, (B, R * size, *y.shape[3:]), "BTD"[: y.ndim - 1]) for y in x)
         logits = model.logits(h)
         peak = jax.lax.stop_gradient(logits.max(-1))
         log_sum = jnp.log(jnp.exp(logits - peak[..., None]).sum(-1)) + peak
@@ -41,3 +46,10 @@ def next_token_loss(
 
     total, _ = jax.lax.scan(step, jnp.zeros((), jnp.float32), (cut(h), cut(targets), cut(loss_mask)))
     return total, loss_mask.sum()
+
+
+def _targets(tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The token after each; 0 after the last."""
+    axis = sharding.axis_of("T")
+    last = jnp.zeros_like(tokens[:, :1]) if axis is None else following(tokens[:, :1], axis)
+    return jnp.concatenate([tokens[:, 1:], last], axis=1)

@@ -89,6 +89,11 @@ def check_run(run: RunConfig, mesh: jax.sharding.Mesh, init: Path | None) -> Non
                 f"data.batch_size = {run.data.batch_size}: expected micro-batches (here {rows} rows of "
                 f"{stage.data.sequence_length} tokens) that split over the {shards} batch shards of the mesh"
             )
+        if stage.data.sequence_length % mesh.shape["context"]:
+            raise ConfigError(
+                f"sequence_length = {stage.data.sequence_length}: expected a multiple of mesh.context = "
+                f"{mesh.shape['context']}"
+            )
     check_splits(run.model, mesh)
     if init is not None:
         changed = [line for line in differences(load_config(init), run.model) if not line.startswith(INIT_FREE)]

@@ -103,8 +103,12 @@ def flops(op: Op, inside: Computation, computations: dict[str, Computation]) -> 
         return _grouped_flops(op, inside)
     if op.opcode not in ("convolution", "dot"):
         return 0
-    left, right, out = (math.prod(x.dims[0]) for x in (*(inside[name] for name in op.operands[:2]), op))
-    return round(2 * out * math.sqrt(left * right / out))  # [M, K] x [K, N]
+    left, right = (inside[name].dims[0] for name in op.operands[:2])
+    if op.opcode == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", op.rest)[1]
+        return 2 * math.prod(op.dims[0]) * math.prod(left[int(i)] for i in contracted.split(",") if i)
+    labels = re.search(r"dim_labels=\w+_(\w+)->", op.rest)[1]  # "io": matrices; digits are batches of them
+    return 2 * math.prod(op.dims[0]) * right[labels.index("i")]
 
 
 def _grouped_flops(op: Op, inside: Computation) -> int:

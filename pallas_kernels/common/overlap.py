@@ -36,6 +36,15 @@ class Replay:
     def covered_share(self) -> float:
         return self.covered / self.sent if self.sent else 1.0
 
+    def utilisation(self, chip: Chip) -> dict[str, float]:
+        """Share of the chip's peak that the products use if transfers overlap with nothing, as scheduled, fully."""
+        seconds = {
+            "none": self.compute + self.transfer,
+            "scheduled": self.now,
+            "full": max(self.compute, self.transfer),
+        }
+        return {name: self.products / chip.bf16_flops / x for name, x in seconds.items()}
+
     @property
     def hidden_share(self) -> float:
         return 1 - self.exposed / self.transfer if self.transfer else 1.0
@@ -58,7 +67,7 @@ def _run(inside: Computation, computations, chip: Chip, cost, state: Replay) -> 
             _run(computations[body], computations, chip, cost, state)
         elif op.name.startswith(COLLECTIVES):
             _communicate(op, cost, state)
-        else:
+        elif not op.opcode.endswith(("-start", "-update", "-done")):  # copies that run beside
             products = flops(op, inside, computations)
             state.products += products
             state.compute += max(hbm_bytes(op, inside, computations) / chip.hbm_bandwidth, products / chip.bf16_flops)

@@ -66,5 +66,7 @@ def test_transport_travels_under_products(step):
     work, transfer, exposed = (1e3 * seconds for seconds in (found.compute, found.transfer, found.exposed))
     print(f"{step.__name__}: {found.sent / 1e6:.0f} MB sent, {100 * found.covered_share:.0f} % under products")
     print(f"predicted: {work:.1f} ms of work, {transfer:.1f} ms of transfers, {exposed:.1f} ms of them exposed")
+    shares = found.utilisation(tpu.chip(TOPOLOGY)).items()
+    print("share of the peak by overlap: " + ", ".join(f"{name} {100 * x:.0f} %" for name, x in shares))
     assert found.covered_share >= 0.7
     assert found.hidden_share > 0.3

@@ -84,7 +84,9 @@ TRANSPORTS = {"gathered": contextlib.nullcontext, "ragged": ragged_transport}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["expert8", pytest.param("data2_expert4", marks=pytest.mark.slow), "data2_expert2_tensor2"]
+)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_all_ranks_together_are_the_dense_layer(routing, layout, transport):
     tokens = S * 8
@@ -95,3 +97,36 @@ def test_all_ranks_together_are_the_dense_layer(routing, layout, transport):
         (actual,), gradients = outputs_and_gradients(sharded(LAYOUTS[layout], transport), given, cotangents)
     assert_close("u", actual, expected, 1e-5)
     assert_gradients_close(gradients, expected_gradients, 1e-5)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_chunks_that_do_not_divide_the_rows(transport):
+    """78 rows per rank travel in two chunks."""
+    given, cotangents = arguments("zipf", 26 * 8), (np.ones((26 * 8, L), np.float32),)
+    (expected,), expected_gradients = outputs_and_gradients(dense, given, cotangents)
+    with TRANSPORTS[transport]():
+        (actual,), gradients = outputs_and_gradients(sharded(LAYOUTS["expert8"], transport), given, cotangents)
+    assert_close("u", actual, expected, 1e-5)
+    assert_gradients_close(gradients, expected_gradients, 1e-5)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bfloat16(transport):
+    """Products round to bfloat16, sums over a token's experts and over borrowed gradients do not."""
+    op, wide = sharded(LAYOUTS["expert8"], transport), arguments("one_expert", S * 8)
+    given = {n: x if n in ("p", "chosen") else x.astype(jnp.bfloat16) for n, x in wide.items()}
+    cotangents = (np.random.default_rng(3).normal(size=(S * 8, L)).astype(np.float32),)
+    exact = {n: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for n, x in given.items()}
+    (expected,), expected_gradients = outputs_and_gradients(dense, exact, cotangents)
+    with TRANSPORTS[transport]():
+        (actual,), gradients = outputs_and_gradients(op, given, cotangents)
+        parts = [
+            jax.jit(lambda p, chosen: op(**(given | {"p": p, "chosen": chosen}))[0])(
+                given["p"][:, i : i + 1], given["chosen"][:, i : i + 1]
+            )
+            for i in range(K)
+        ]
+    assert actual.dtype == jnp.float32
+    assert_close("u", actual, expected, 5e-3)
+    assert_gradients_close(gradients, expected_gradients, 1e-2)
+    np.testing.assert_allclose(actual, sum(parts), rtol=1e-6, atol=1e-6)

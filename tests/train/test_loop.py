@@ -94,3 +94,10 @@ def test_experts_that_do_not_split_are_refused(run, tmp_path):
     with pytest.raises(ConfigError, match=r"model.moe.num_experts = 4: expected a multiple of mesh.expert = 8"):
         loop.train(dataclasses.replace(run, train=train, mesh=mesh), tmp_path / "work")
     assert not (tmp_path / "work").exists()
+
+
+def test_rows_that_the_context_axis_does_not_divide_are_refused(run, tmp_path):
+    odd = dataclasses.replace(run, mesh=MeshConfig(context=8), data=dataclasses.replace(run.data, sequence_length=36))
+    with pytest.raises(ConfigError, match=r"sequence_length = 36: expected a multiple of mesh.context = 8"):
+        loop.train(odd, tmp_path / "work")
+    assert not (tmp_path / "work").exists()

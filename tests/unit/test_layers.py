@@ -138,7 +138,8 @@ def conv_oracle(u, weight, ids, context):
 def test_short_conv_against_token_by_token(width):
     u, weight, context = normal(3, 9, 2, 3), normal(width, 2, 3), normal(3, width - 1, 2, 3)
     ids = np.array([[0] * 9, [2] * 4 + [3] * 3 + [4, -1], [1] * 1 + [2] * 8], np.int32)
-    actual = short_conv(*(jnp.asarray(x) for x in (u, weight, ids, context)))
+    context_ids = np.repeat(ids[:, :1], width - 1, axis=1)
+    actual = short_conv(*(jnp.asarray(x) for x in (u, weight, ids, context, context_ids)))
     expected = np.stack([conv_oracle(u[b], weight, ids[b], context[b]) for b in range(3)])
     live = ids >= 0
     assert_close("conv", np.asarray(actual)[live], expected[live], 1e-6)

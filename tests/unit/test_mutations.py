@@ -123,9 +123,9 @@ def one_document(ids):
     return jnp.where(ids < 0, ids, 0)
 
 
-def conv_across_documents(u, weight, segment_ids, context):
+def conv_across_documents(u, weight, segment_ids, context, context_ids):
     """Only the convolution crosses."""
-    return short_conv(u, weight, one_document(segment_ids), context)
+    return short_conv(u, weight, one_document(segment_ids), context, one_document(context_ids))
 
 
 def state_across_documents(*args, segment_ids, **kwargs):

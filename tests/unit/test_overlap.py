@@ -49,6 +49,35 @@ def test_replay(seconds, exposed):
     assert found.hidden_share == pytest.approx(1 - exposed / (3 * seconds))
 
 
+TWO_AT_ONCE = """\
+%fused (p0: f32[100,100], p1: f32[100,100]) -> f32[100,100] {
+  %p0 = f32[100,100]{1,0} parameter(0)
+  %p1 = f32[100,100]{1,0} parameter(1)
+  ROOT %convolution.1 = f32[100,100]{1,0} convolution(%p0, %p1), dim_labels=bf_io->bf
+}
+
+ENTRY %main (a: f32[100,100], b: f32[100,100]) -> f32[100,100] {
+  %a = f32[100,100]{1,0} parameter(0)
+  %all-gather-start = (f32[100,100]{1,0}) all-gather-start(%a)
+  %all-reduce-start = f32[100,100]{1,0} all-reduce-start(%a)
+  %copy-start = (f32[100,100]{1,0}, f32[100,100]{1,0:S(1)}) copy-start(%a)
+  %fusion.1 = f32[100,100]{1,0} fusion(%a, %a), kind=kOutput, calls=%fused
+  %all-gather-done = f32[100,100]{1,0} all-gather-done(%all-gather-start)
+  ROOT %all-reduce-done = f32[100,100]{1,0} all-reduce-done(%all-reduce-start)
+}
+"""
+
+
+def test_links_carry_one_transfer_after_the_other():
+    """Two transfers of 0.75 s each under one second of work; without bandwidth, the product waits for its operands."""
+    found = replay(TWO_AT_ONCE, CHIP, 40_000 / 0.75, lambda op: 40_000)
+    assert (found.compute, found.exposed, found.covered_share) == pytest.approx((1, 0.5, 1))
+    peak = found.utilisation(CHIP)
+    assert (peak["none"], peak["scheduled"], peak["full"]) == pytest.approx((1 / 2.5, 1 / 1.5, 1 / 1.5))
+    slow = replay(TWO_AT_ONCE, dataclasses.replace(CHIP, hbm_bandwidth=60_000), 1e30, lambda op: 40_000)
+    assert slow.compute == pytest.approx(2)  # two operands, which are one array, and the result
+
+
 GROUPED = """\
 ENTRY %main (x: bf16[64,8], w: bf16[3,8,16], y: bf16[64,16]) -> f32[64,16] {
   %n = s32[4]{0} parameter(0)
@@ -67,3 +96,19 @@ def test_operations_of_grouped_products():
     for name in ("ragged-dot-none.1", "ragged-dot-none.2"):
         assert flops(main[name], main, computations) == 2 * 64 * 8 * 16
     assert flops(main["x"], main, computations) == 0
+
+
+BATCHED = """\
+ENTRY %main (x: f32[8,64,16], w: f32[8,16,32]) -> f32[8,64,32] {
+  %x = f32[8,64,16]{2,1,0} parameter(0)
+  %w = f32[8,16,32]{2,1,0} parameter(1)
+  %dot.1 = f32[8,64,32]{2,1,0} dot(%x, %w), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}
+  ROOT %convolution.1 = f32[8,64,32]{2,1,0} convolution(%x, %w), window={size=8}, dim_labels=0bf_0io->0bf
+}
+"""
+
+
+def test_operations_of_batched_products():
+    main = read_hlo(BATCHED)["main"]
+    for name in ("dot.1", "convolution.1"):
+        assert flops(main[name], main, {"main": main}) == 2 * 8 * 64 * 16 * 32

@@ -36,6 +36,8 @@ MESHES = {
     "expert": MeshConfig(expert=8),
     "data_expert_tensor": MeshConfig(data=2, expert=2, tensor=2),
     "fsdp_expert": MeshConfig(fsdp=2, expert=4),
+    "data_context": MeshConfig(data=2, context=4),
+    "expert_context_tensor": MeshConfig(expert=2, context=2, tensor=2),
 }
 # Axes of one layer's tensor; "-" is not sharded.
 TABLE = {
@@ -87,6 +89,7 @@ step = quick_jit(jax.value_and_grad(loss, has_aux=True))
 
 
 def rows(x):
+    """On the mesh that is set."""
     return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), sharding.active("BT")))
 
 
@@ -97,7 +100,14 @@ def one_device():
     return model, float(value), to_named(gradients, CONFIG), reports
 
 
-SLOW = {"data", "fsdp", "data_and_tensor", "expert", "data_expert_tensor"}  # the others use the same axes
+SLOW = {
+    "data",
+    "fsdp",
+    "data_and_tensor",
+    "expert",
+    "data_expert_tensor",
+    "data_context",
+}  # the others use the same axes
 
 
 @pytest.mark.parametrize(
@@ -157,6 +167,7 @@ lower_train_step(run_of(CONFIG, MESHES["data_fsdp_tensor"]), jax.devices(), "cpu
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_rematerialized_on_all_devices(root):
     """XLA warns in its log where it can only gather a whole array to lay it out anew. A process of its own: the log
     level must stand before JAX starts, and a program from the compilation cache would warn of nothing."""
