@@ -20,7 +20,7 @@ from k3_jax.nn.init import normal, ones
 from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import rms_norm
 from k3_jax.sharding import precision
-from pallas_kernels.attention.api import blockwise_attention, mla_attention
+from pallas_kernels.attention.api import blockwise_attention, expanded_attention, mla_attention
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["latent"], meta_fields=[])
@@ -118,13 +118,11 @@ def _expanded(q_nope, q_pe, kv, k_pe, q_segment, k_segment, *, scale: float):
     if axis is None:
         o, peak = mla_attention(q_nope, q_pe, kv, k_pe, q_segment, scale=scale)
         return o, sharding.max_over("BT", peak)
-    (B, T, H, N), S = q_nope.shape, kv.shape[1]
+    (B, T), S = q_nope.shape[:2], kv.shape[1]
     start = T * jax.lax.axis_index(axis)
-    q_position, k_position = (jnp.broadcast_to(x[None], (B, x.size)) for x in (start + jnp.arange(T), jnp.arange(S)))
-    k = jnp.concatenate([kv[..., :N], jnp.broadcast_to(k_pe[:, :, None], (B, S, H, k_pe.shape[2]))], axis=-1)
-    q = jnp.concatenate([q_nope, q_pe], axis=-1)[:, :, :, None]
-    o, peak = blockwise_attention(q, k, kv[..., N:], q_position, k_position, q_segment, k_segment, scale)
-    return o[:, :, :, 0], sharding.max_over("BT", peak[:, 0])
+    positions = (jnp.broadcast_to(x[None], (B, x.size)) for x in (start + jnp.arange(T), jnp.arange(S)))
+    o, peak = expanded_attention(q_nope, q_pe, kv, k_pe, *positions, q_segment, k_segment, scale)
+    return o, sharding.max_over("BT", peak)
 
 
 def _absorbed(q, new, valid, start, latent, *, rank: int, scale: float):

@@ -17,7 +17,7 @@ from pallas_kernels.kda import kda_combine
 Map = tuple[Float[Array, "B H K K"], Float[Array, "B H K V"]]
 # run(q, k, v, g, beta, initial_state, segment_ids) -> (o, final_state): one of pallas_kernels.kda, its gate bound.
 Attend = Callable[..., tuple[Array, Array]]
-# Reading everybody's map moves R - 1 of them, doubling rounds log2 R + 1: up to so many ranks the former is less.
+# Reading everybody's map moves R - 1 of them, doubling rounds log2 R + 1: up to so many ranks the former is no more.
 FEW_RANKS = 4
 
 
@@ -69,8 +69,7 @@ def continues(segment_ids: Int[Array, "B T"], axis: str) -> Bool[Array, " B"]:
     last = jnp.take_along_axis(segment_ids, T - 1 - jnp.argmax(live[:, ::-1], 1)[:, None], 1)[:, 0]
     lasts, lives = jax.lax.all_gather((last, any_live), axis)
     earlier = lives & (jnp.arange(R) < jax.lax.axis_index(axis))[:, None]
-    nearest = R - 1 - jnp.argmax(earlier[::-1], axis=0)
-    before = jnp.take_along_axis(lasts, nearest[None], axis=0)[0]
+    before = jnp.take_along_axis(lasts, _last(earlier)[None], axis=0)[0]
     return ~any_live | ~earlier.any(0) | (first == before)
 
 
@@ -82,10 +81,14 @@ def halo(tokens: tuple[Array, ...], first: tuple[Array, ...], axis: str) -> tupl
         raise ValueError(
             f"{T} tokens per rank of the {axis!r} axis: expected at least {width}, what a convolution needs"
         )
-    right = [(r, r + 1) for r in range(jax.lax.axis_size(axis) - 1)]
-    left = jax.lax.ppermute(tuple(x[:, T - width :] for x in tokens), axis, right)
+    left = preceding(tuple(x[:, T - width :] for x in tokens), axis)
     at_start = jax.lax.axis_index(axis) == 0
     return tuple(jnp.where(at_start, x.astype(y.dtype), y) for x, y in zip(first, left, strict=True))
+
+
+def preceding(x, axis: str):
+    """The left neighbour's x, an array or a tree of them; zeros on the first rank."""
+    return jax.lax.ppermute(x, axis, [(r, r + 1) for r in range(jax.lax.axis_size(axis) - 1)])
 
 
 def following(x: Array, axis: str) -> Array:
@@ -96,10 +99,14 @@ def following(x: Array, axis: str) -> Array:
 def of_last_rank(x: Array, segment_ids: Int[Array, "B T"], axis: str) -> Array:
     """x [B, ...] of the last rank with a live token in each row, or else of the first; the same on all ranks."""
     lives = jax.lax.all_gather((segment_ids >= 0).any(1), axis)
-    R = lives.shape[0]
-    last = jnp.where(lives.any(0), R - 1 - jnp.argmax(lives[::-1], axis=0), 0)
+    last = jnp.where(lives.any(0), _last(lives), 0)
     mine = (last == jax.lax.axis_index(axis)).reshape(-1, *(1,) * (x.ndim - 1))
     return jax.lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), axis)
+
+
+def _last(marks: Bool[Array, "R B"]) -> Int[Array, " B"]:
+    """The last rank that is marked; of no use where none is."""
+    return marks.shape[0] - 1 - jnp.argmax(marks[::-1], axis=0)
 
 
 def by_doubling(own: Map, axis: str) -> tuple[Array, Array]:
@@ -110,8 +117,7 @@ def by_doubling(own: Map, axis: str) -> tuple[Array, Array]:
         longer = kda_combine(run, left)
         run = jax.tree.map(lambda new, old: jnp.where(me >= distance, new, old), longer, run)  # noqa: B023
         distance *= 2
-    before = jax.lax.ppermute(run[1], axis, [(r, r + 1) for r in range(R - 1)])
-    return before, jax.lax.psum(jnp.where(me == R - 1, run[1], 0.0), axis)
+    return preceding(run[1], axis), jax.lax.psum(jnp.where(me == R - 1, run[1], 0.0), axis)
 
 
 def by_gather(own: Map, axis: str) -> tuple[Array, Array]:

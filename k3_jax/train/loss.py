@@ -21,7 +21,7 @@ def next_token_loss(
 
     Each target also costs `z_loss` (log sum exp)^2, which keeps logits small (PaLM, arXiv 2204.02311, §5).
     """
-    B, T, D = h.shape
+    B, T = tokens.shape
     tokens, loss_mask = (sharding.place(x, sharding.active("BT")) for x in (tokens, loss_mask))
     R = sharding.size_of("T")  # each rank of the context axis cuts its own positions
     size = min(chunk, T // R)

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import pallas
-from pallas_kernels.attention.blockwise import NEGATIVE, blockwise_attention
+from pallas_kernels.attention.blockwise import NEGATIVE, blockwise_attention, expanded_attention
 from pallas_kernels.common.dispatch import on_tpu
 
-__all__ = ["Implementation", "blockwise_attention", "mla_attention"]
+__all__ = ["Implementation", "blockwise_attention", "expanded_attention", "mla_attention"]
 
 Implementation = Literal["xla", "pallas"]
 
@@ -46,23 +46,15 @@ def mla_attention(
     fits = q_pe.shape[3] <= pallas.HALF
     match implementation or ("pallas" if on_tpu() and fits else "xla"):
         case "xla":
-            return _expanded(q_nope, q_pe, kv, k_pe, segment_ids, scale)
+            segment = jnp.zeros(q_nope.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+            position = jnp.broadcast_to(jnp.arange(segment.shape[1])[None], segment.shape)
+            return expanded_attention(q_nope, q_pe, kv, k_pe, position, position, segment, segment, scale)
         case "pallas" if not fits:
             raise ValueError(f"q_pe.shape = {q_pe.shape}: expected R <= {pallas.HALF} for 'pallas'")
         case "pallas":
             return pallas.mla_attention_pallas(q_nope, q_pe, kv, k_pe, segment_ids, scale=scale)
         case _:
             raise ValueError(f"implementation = {implementation!r}: expected None, 'xla' or 'pallas'")
-
-
-def _expanded(q_nope, q_pe, kv, k_pe, segment_ids, scale):
-    (B, T, H, N) = q_nope.shape
-    k = jnp.concatenate([kv[..., :N], jnp.broadcast_to(k_pe[:, :, None], (B, T, H, k_pe.shape[2]))], axis=-1)
-    q = jnp.concatenate([q_nope, q_pe], axis=-1)[:, :, :, None]
-    segment = jnp.zeros((B, T), jnp.int32) if segment_ids is None else segment_ids
-    position = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-    o, peak = blockwise_attention(q, k, kv[..., N:], position, position, segment, segment, scale)
-    return o[:, :, :, 0], peak[:, 0]
 
 
 def _check(q_nope, q_pe, kv, k_pe, segment_ids, scale):

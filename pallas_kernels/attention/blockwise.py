@@ -36,6 +36,26 @@ def blockwise_attention(
     return jnp.moveaxis(o, 0, 1).reshape(q.shape[0], -1, *o.shape[3:])[:, :T], peak.max(0)
 
 
+def expanded_attention(
+    q_nope: Float[Array, "B T H N"],
+    q_pe: Float[Array, "B T H R"],
+    kv: Float[Array, "B S H NV"],
+    k_pe: Float[Array, "B S R"],
+    q_position: Int[Array, "B T"],
+    k_position: Int[Array, "B S"],
+    q_segment: Int[Array, "B T"],
+    k_segment: Int[Array, "B S"],
+    scale: float,
+) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
+    """`blockwise_attention` of Gated MLA's expanded form: kv is [k_nope | v], all heads share k_pe."""
+    B, S, H = kv.shape[:3]
+    N = q_nope.shape[3]
+    k = jnp.concatenate([kv[..., :N], jnp.broadcast_to(k_pe[:, :, None], (B, S, H, k_pe.shape[2]))], axis=-1)
+    q = jnp.concatenate([q_nope, q_pe], axis=-1)[:, :, :, None]
+    o, peak = blockwise_attention(q, k, kv[..., N:], q_position, k_position, q_segment, k_segment, scale)
+    return o[:, :, :, 0], peak[:, 0]
+
+
 def _blocks(arrays: tuple[Array, ...], length: int, block: int, pad_segment: int) -> tuple[Array, ...]:
     """Cut axis 1 into [N, B, block, ...]; the last array is the segments, padded so that nothing matches."""
     size = min(block, length)
