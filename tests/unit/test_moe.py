@@ -64,6 +64,17 @@ def test_counts_leave_padding_out(layer):
     np.testing.assert_array_equal(stats.histogram.sum(-1), [14] * CONFIG.moe.num_experts)
 
 
+def test_padding_makes_no_expert_busy(layer):
+    """Equal tokens would all choose the same experts; padding goes to all in turn, with weight 0."""
+    moe, _ = layer
+    E, k = CONFIG.moe.num_experts, CONFIG.moe.top_k
+    x, ids = jnp.ones((1, 2 * E, CONFIG.hidden_size)), jnp.full((1, 2 * E), -1, jnp.int32)
+    p, chosen, _ = moe.route(x, ids)
+    assert not p.any()
+    np.testing.assert_array_equal(np.bincount(np.asarray(chosen).reshape(-1)), [2 * k] * E)
+    assert (np.diff(np.sort(chosen, axis=-1), axis=-1) > 0).all()
+
+
 def test_bias_gets_no_gradient_and_the_router_does(layer):
     moe, _ = layer
     x = jnp.asarray(normal(2, 9, CONFIG.hidden_size))
