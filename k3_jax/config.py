@@ -183,13 +183,18 @@ class K3Config:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes; one of them may be -1: all devices that the others leave."""
+    """Sizes of the mesh axes; one of them may be -1: all devices that the others leave.
+
+    Rows are cut over `context` or over `zigzag`: into one fragment for each rank in order, or into two, the r-th and
+    the r-th from the end, so that causal attention is as much work on every rank.
+    """
 
     data: int = 1
     fsdp: int = 1
     pipe: int = 1
     expert: int = 1
     context: int = 1
+    zigzag: int = 1
     tensor: int = 1
 
     def __post_init__(self):
@@ -200,6 +205,8 @@ class MeshConfig:
         _require(list(sizes.values()).count(-1) <= 1, "MeshConfig", sizes, "at most one axis of -1")
         for name in ("pipe",):
             _require(sizes[name] == 1, f"MeshConfig.{name}", sizes[name], "1 (this axis is not supported yet)")
+        expected = f"1 where MeshConfig.context = {self.context}: rows are cut in one way"
+        _require(1 in (self.context, self.zigzag), "MeshConfig.zigzag", self.zigzag, expected)
 
 
 @dataclass(frozen=True)

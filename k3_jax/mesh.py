@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from k3_jax.config import ConfigError, MeshConfig
 
-AXES = ("data", "fsdp", "pipe", "expert", "context", "tensor")
+AXES = ("data", "fsdp", "pipe", "expert", "context", "zigzag", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:

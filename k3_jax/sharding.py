@@ -29,7 +29,7 @@ STORED: dict[str, Axes] = {
 # Letters of a weight in use and of activations.        B: batch rows, T: positions (S: those of keys, whole)
 ACTIVE: dict[str, Axes] = {
     "B": ("data", "fsdp", "expert"),
-    "T": ("context",),
+    "T": ("context", "zigzag"),  # one of them: parallel/fragments.py
     "O": ("tensor",),
     "H": ("tensor",),
     "F": ("tensor",),
@@ -49,9 +49,9 @@ def _spec(letters: str, table: dict[str, Axes]) -> PartitionSpec:
 
 
 def _axes_of(letter: str, table: dict[str, Axes]) -> Axes:
-    """Positions are not cut by a context axis of one device: what is summed over them would seem to differ on it."""
+    """Positions are not cut by an axis of one device: what is summed over them would seem to differ on it."""
     axes = table.get(letter, ())
-    return () if letter == "T" and get_abstract_mesh().shape.get("context", 1) == 1 else axes
+    return tuple(axis for axis in axes if letter != "T" or get_abstract_mesh().shape.get(axis, 1) > 1)
 
 
 def stored(letters: str) -> PartitionSpec:
@@ -110,9 +110,9 @@ def _mesh_axes(letters: str) -> Axes:
 
 
 def axis_of(letter: str) -> str | None:
-    """Inside `local`: the one mesh axis over which this letter is cut, None if it is whole."""
-    (axis,) = ACTIVE[letter]
-    return axis if has_mesh() and get_abstract_mesh().shape[axis] > 1 else None
+    """The one mesh axis over which this letter is cut, None if it is whole."""
+    sizes = get_abstract_mesh().shape
+    return next((axis for axis in ACTIVE[letter] if sizes.get(axis, 1) > 1), None)
 
 
 def size_of(letter: str) -> int:

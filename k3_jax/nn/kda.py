@@ -18,7 +18,8 @@ from k3_jax.config import K3Config
 from k3_jax.nn.init import normal, ones, uniform, zeros
 from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import gated_rms_norm, l2_norm
-from k3_jax.parallel.context import context_kda, halo, of_last_rank
+from k3_jax.parallel.context import context_kda, halo, of_last_live
+from k3_jax.parallel.fragments import layout_in_use
 from pallas_kernels.kda import kda_from_raw_gate, kda_gate, recurrent_kda
 
 
@@ -111,12 +112,15 @@ class KDA(nnx.Module):
 
 
 def _mix(u, z, beta, segment_ids, state: KDAState, weights, *, lower_bound: float | None):
-    """Convolutions, gate and delta rule on one device's rows and heads."""
+    """Convolutions, gate and delta rule on one device's rows and heads; fragments of cut rows are rows here."""
     q_conv, k_conv, v_conv, A_log, dt_bias = weights
-    axis = sharding.axis_of("T")
-    context, context_ids = state.conv, jnp.broadcast_to(segment_ids[:, :1], (u.shape[0], q_conv.shape[0] - 1))
-    if axis:
-        context, context_ids = halo((u, segment_ids), (context, context_ids), axis)
+    layout, context = layout_in_use(), state.conv
+    if layout:
+        u, z, beta, segment_ids = (layout.split(x) for x in (u, z, beta, segment_ids))
+        context = layout.each(context)
+    context_ids = jnp.broadcast_to(segment_ids[:, :1], (u.shape[0], q_conv.shape[0] - 1))
+    if layout:
+        context, context_ids = halo((u, segment_ids), (context, context_ids), layout)
     conv = lambda i, w: short_conv(u[:, :, i], w, segment_ids, context[:, :, i], context_ids)  # noqa: E731
     q, k, v = l2_norm(conv(0, q_conv)), l2_norm(conv(1, k_conv)), conv(2, v_conv)
 
@@ -125,9 +129,9 @@ def _mix(u, z, beta, segment_ids, state: KDAState, weights, *, lower_bound: floa
         return kda_from_raw_gate(q, k, v, z, beta, A_log, dt_bias, **options)
 
     conv_after = conv_context(u, segment_ids, context)
-    if axis:
-        o, S = context_kda(attend, q, k, v, z, beta, state.S, segment_ids, axis)
-        conv_after = of_last_rank(conv_after, segment_ids, axis)
+    if layout:
+        o, S = context_kda(attend, q, k, v, z, beta, state.S, segment_ids, layout)
+        o, conv_after = layout.join(o), of_last_live(conv_after, segment_ids, layout)
     elif u.shape[1] == 1:
         gate = kda_gate(z, A_log, dt_bias, lower_bound)
         o, S = recurrent_kda(q, k, v, gate, beta, initial_state=state.S, segment_ids=segment_ids)

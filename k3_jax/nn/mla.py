@@ -19,8 +19,9 @@ from k3_jax.config import K3Config
 from k3_jax.nn.init import normal, ones
 from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import rms_norm
+from k3_jax.parallel.fragments import layout_in_use, whole
 from k3_jax.sharding import precision
-from pallas_kernels.attention.api import blockwise_attention, expanded_attention, mla_attention
+from pallas_kernels.attention.api import blockwise_attention, mla_attention
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["latent"], meta_fields=[])
@@ -55,17 +56,15 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, " H"]]:
         """Training form: keys and values expanded. Also returns the largest logit of each head (for QK-clip)."""
         c = self.config.mla
-        # Over the context axis latents travel, 576 numbers per token, and every rank expands those of all.
-        latent, k_segment = (
-            sharding.place(x, sharding.active("BS_"[: x.ndim])) for x in (self._latent(x), segment_ids)
-        )
+        # Where rows are cut latents travel, 576 numbers per token, and every rank expands those of all.
+        latent, segment_ids = whole(self._latent(x), "BS_"), whole(segment_ids, "BS")
         kv = project("bsc,chn->bshn", latent[..., : c.kv_lora_rank], self.kv_b, "LH_", "BSH_")
         attend = sharding.local(
             partial(_expanded, scale=c.qk_head_dim**-0.5),
-            ("BTH_", "BTH_", "BSH_", "BS_", "BT", "BS"),
+            ("BTH_", "BTH_", "BSH_", "BS_", "BS"),
             ("BTH_", "H"),
         )
-        o, peak = attend(*self._query(x), kv, latent[..., c.kv_lora_rank :], segment_ids, k_segment)
+        o, peak = attend(*self._query(x), kv, latent[..., c.kv_lora_rank :], segment_ids)
         return self._output(x, o), peak
 
     def extend(
@@ -112,17 +111,14 @@ class MLA(nnx.Module):
         return project("bthv,hvd->btd", o * gate, self.o, "HVD", "BTD")
 
 
-def _expanded(q_nope, q_pe, kv, k_pe, q_segment, k_segment, *, scale: float):
-    """Causal attention within documents; every head sees the same extra key. Queries are this rank's positions."""
-    axis = sharding.axis_of("T")
-    if axis is None:
-        o, peak = mla_attention(q_nope, q_pe, kv, k_pe, q_segment, scale=scale)
-        return o, sharding.max_over("BT", peak)
-    (B, T), S = q_nope.shape[:2], kv.shape[1]
-    start = T * jax.lax.axis_index(axis)
-    positions = (jnp.broadcast_to(x[None], (B, x.size)) for x in (start + jnp.arange(T), jnp.arange(S)))
-    o, peak = expanded_attention(q_nope, q_pe, kv, k_pe, *positions, q_segment, k_segment, scale)
-    return o, sharding.max_over("BT", peak)
+def _expanded(q_nope, q_pe, kv, k_pe, segment_ids, *, scale: float):
+    """Causal attention within documents; every head sees the same extra key. Queries are this rank's fragments."""
+    layout = layout_in_use()
+    starts = layout.starts(q_nope.shape[1]) if layout else [None]
+    fragments = zip(starts, *(jnp.split(x, len(starts), axis=1) for x in (q_nope, q_pe)), strict=True)
+    runs = [mla_attention(*q, kv, k_pe, segment_ids, scale=scale, start=start) for start, *q in fragments]
+    o, peak = zip(*runs, strict=True)
+    return jnp.concatenate(o, axis=1), sharding.max_over("BT", jnp.stack(peak).max(0))
 
 
 def _absorbed(q, new, valid, start, latent, *, rank: int, scale: float):

@@ -19,6 +19,7 @@ from k3_jax.nn.depth import plan_stages, run_layers, run_layers_cached
 from k3_jax.nn.init import normal, ones
 from k3_jax.nn.linear import param
 from k3_jax.nn.norm import rms_norm
+from k3_jax.parallel.fragments import arranged, whole
 from k3_jax.sharding import precision
 
 
@@ -62,11 +63,13 @@ class K3(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
     ) -> Float[Array, "B T O"]:
         """Logits in float32. `dtype` is that of the activations, and so of the matrix products."""
-        h, _ = self.hidden(tokens, segment_ids, dtype)
-        return self.logits(h)
+        segment_ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
+        h, _ = self.hidden(arranged(tokens), arranged(segment_ids), dtype)
+        return whole(self.logits(h), "BSO")
 
     def hidden(self, tokens, segment_ids=None, dtype=jnp.bfloat16) -> tuple[Float[Array, "B T D"], list]:
-        """The final normed state, and each run's reports. Segments: a change resets, < 0 is padding."""
+        """The final normed state, and each run's reports. Segments: a change resets, < 0 is padding. Rows are as
+        `parallel.fragments.arranged` makes them."""
         tokens = sharding.place(tokens, sharding.active("BT"))
         segment_ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
         segment_ids = sharding.place(segment_ids, sharding.active("BT"))

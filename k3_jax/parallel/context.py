@@ -1,8 +1,9 @@
-"""Kimi Delta Attention over a sequence that is cut over the ranks of a mesh axis (report §5.1.2, Eq. 17).
+"""Kimi Delta Attention over rows that are cut into fragments over the ranks of a mesh axis (report §5.1.2, Eq. 17).
 
-A rank's tokens act on the state as the affine map S -> M S + S0: M is the product of the tokens' transitions, S0 the
-state that they leave when they start from zero. Maps compose (`kda_combine`), so an exclusive prefix over the ranks
-gives each its entry state, with which it runs as if it were alone. All inside jax.shard_map; M and S0 are float32.
+A fragment's tokens act on the state as the affine map S -> M S + S0: M is the product of the tokens' transitions, S0
+the state that they leave when they start from zero. Maps compose (`kda_combine`), so an exclusive prefix over the
+fragments gives each its entry state, with which it runs as if it were alone. All inside jax.shard_map, where a rank's
+fragments are rows (`Layout`); M and S0 are float32.
 """
 
 from collections.abc import Callable
@@ -11,40 +12,42 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from k3_jax.parallel.fragments import Layout
 from pallas_kernels.common.dispatch import vary_alike
 from pallas_kernels.kda import kda_combine
 
-Map = tuple[Float[Array, "B H K K"], Float[Array, "B H K V"]]
+Map = tuple[Float[Array, "BF H K K"], Float[Array, "BF H K V"]]
 # run(q, k, v, g, beta, initial_state, segment_ids) -> (o, final_state): one of pallas_kernels.kda, its gate bound.
 Attend = Callable[..., tuple[Array, Array]]
-# Reading everybody's map moves R - 1 of them, doubling rounds log2 R + 1: up to so many ranks the former is no more.
+# Reading every fragment's map moves F (R - 1) of them, doubling rounds F (log2 (F R) + 1): up to so many ranks the
+# former is no more.
 FEW_RANKS = 4
 
 
 def context_kda(
     attend: Attend,
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HV K"],
-    beta: Float[Array, "B T HV"],
+    q: Float[Array, "BF t H K"],
+    k: Float[Array, "BF t H K"],
+    v: Float[Array, "BF t HV V"],
+    g: Float[Array, "BF t HV K"],
+    beta: Float[Array, "BF t HV"],
     initial_state: Float[Array, "B HV K V"],
-    segment_ids: Int[Array, "B T"],
-    axis: str,
-) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
-    """This rank's outputs, and the state after the whole sequence, the same on all ranks of `axis`.
+    segment_ids: Int[Array, "BF t"],
+    layout: Layout,
+) -> tuple[Float[Array, "BF t HV V"], Float[Array, "B HV K V"]]:
+    """The outputs of this rank's fragments, and the state after each whole row, the same on all ranks.
 
-    Ranks hold the sequence in order. Documents (runs of equal ids) may cross any number of them; a rank may hold
-    padding only (ids < 0). `initial_state` seeds the sequence's first document. `g` is what `attend` takes.
+    Documents (runs of equal ids) may cross any number of fragments; one may hold padding only (ids < 0).
+    `initial_state` seeds the row's first document. `g` is what `attend` takes.
     """
-    joined = continues(segment_ids, axis)
+    per_state = lambda rows: rows[:, None, None, None]  # noqa: E731
+    joined, first = continues(segment_ids, layout), layout.numbers(len(q)) == 0
     M, S = own_map(attend, q, k, v, g, beta, segment_ids)
-    M = jnp.where(joined[:, None, None, None], M, 0.0)
-    first = jax.lax.axis_index(axis) == 0
-    S = jnp.where(first, kda_combine((M, S), (M, initial_state))[1], S)
-    rounds = by_gather if jax.lax.axis_size(axis) <= FEW_RANKS else by_doubling
-    before, after = rounds((M, S), axis)
-    entry = jnp.where(first, initial_state, jnp.where(joined[:, None, None, None], before, 0.0))
+    M, start = jnp.where(per_state(joined), M, 0.0), layout.each(initial_state)
+    S = jnp.where(per_state(first), kda_combine((M, S), (M, start))[1], S)
+    rounds = by_gather if layout.ranks <= FEW_RANKS else by_doubling
+    before, after = rounds((M, S), layout)
+    entry = jnp.where(per_state(first), start, jnp.where(per_state(joined), before, 0.0))
     o, _ = attend(q, k, v, g, beta, entry, segment_ids)
     return o, after
 
@@ -59,71 +62,64 @@ def own_map(attend: Attend, q, k, v, g, beta, segment_ids) -> Map:
     return end[..., V:], end[..., :V]
 
 
-def continues(segment_ids: Int[Array, "B T"], axis: str) -> Bool[Array, " B"]:
-    """Whether this rank's first live token belongs to the document of the last live one before it. A rank of padding
-    passes the state on; where nothing came before, the first document is continued."""
-    live, R = segment_ids >= 0, jax.lax.axis_size(axis)
-    T = segment_ids.shape[1]
+def continues(segment_ids: Int[Array, "BF t"], layout: Layout) -> Bool[Array, " BF"]:
+    """Whether a fragment's first live token belongs to the document of the last live one before it. A fragment of
+    padding passes the state on; where nothing came before, the first document is continued."""
+    live, (rows, T) = segment_ids >= 0, segment_ids.shape
     any_live = live.any(1)
     first = jnp.take_along_axis(segment_ids, jnp.argmax(live, 1)[:, None], 1)[:, 0]
     last = jnp.take_along_axis(segment_ids, T - 1 - jnp.argmax(live[:, ::-1], 1)[:, None], 1)[:, 0]
-    lasts, lives = jax.lax.all_gather((last, any_live), axis)
-    earlier = lives & (jnp.arange(R) < jax.lax.axis_index(axis))[:, None]
-    before = jnp.take_along_axis(lasts, _last(earlier)[None], axis=0)[0]
-    return ~any_live | ~earlier.any(0) | (first == before)
+    lasts, lives = (layout.each(layout.gather(x)) for x in (last, any_live))
+    earlier = lives & (jnp.arange(layout.total)[None] < layout.numbers(rows)[:, None])
+    before = jnp.take_along_axis(lasts, _last(earlier)[:, None], 1)[:, 0]
+    return ~any_live | ~earlier.any(1) | (first == before)
 
 
-def halo(tokens: tuple[Array, ...], first: tuple[Array, ...], axis: str) -> tuple[Array, ...]:
-    """The positions before this rank's: the last ones [B, w, ...] of its left neighbour's `tokens`, as many as `first`
-    has, which the first rank takes. Raises ValueError if a rank holds fewer."""
+def halo(tokens: tuple[Array, ...], first: tuple[Array, ...], layout: Layout) -> tuple[Array, ...]:
+    """The positions before each fragment: the last ones [BF, w, ...] of the one before it, as many as `first` has,
+    which a row's first fragment takes. Raises ValueError if a fragment holds fewer."""
     width, T = first[0].shape[1], tokens[0].shape[1]
     if T < width:
         raise ValueError(
-            f"{T} tokens per rank of the {axis!r} axis: expected at least {width}, what a convolution needs"
+            f"{T} tokens per fragment of the {layout.axis!r} axis: expected at least {width}, what a convolution needs"
         )
-    left = preceding(tuple(x[:, T - width :] for x in tokens), axis)
-    at_start = jax.lax.axis_index(axis) == 0
-    return tuple(jnp.where(at_start, x.astype(y.dtype), y) for x, y in zip(first, left, strict=True))
+    at_start = layout.numbers(len(tokens[0])) == 0
+
+    def before(x, start):
+        left = layout.shift(x[:, T - width :], 1)
+        return jnp.where(at_start.reshape(-1, *(1,) * (x.ndim - 1)), start.astype(x.dtype), left)
+
+    return tuple(before(x, start) for x, start in zip(tokens, first, strict=True))
 
 
-def preceding(x, axis: str):
-    """The left neighbour's x, an array or a tree of them; zeros on the first rank."""
-    return jax.lax.ppermute(x, axis, [(r, r + 1) for r in range(jax.lax.axis_size(axis) - 1)])
+def of_last_live(x: Array, segment_ids: Int[Array, "BF t"], layout: Layout) -> Array:
+    """x [BF, ...] of the last fragment with a live token in each row, or else of the first: [B, ...], the same on all
+    ranks."""
+    lives = layout.gather((segment_ids >= 0).any(1))
+    last = jnp.where(lives.any(1), _last(lives), 0)
+    return layout.pick(x, layout.numbers(len(x)) == layout.each(last))
 
 
-def following(x: Array, axis: str) -> Array:
-    """The right neighbour's x; zeros on the last rank."""
-    return jax.lax.ppermute(x, axis, [(r, r - 1) for r in range(1, jax.lax.axis_size(axis))])
+def _last(marks: Bool[Array, "B N"]) -> Int[Array, " B"]:
+    """The last fragment that is marked; of no use where none is."""
+    return marks.shape[1] - 1 - jnp.argmax(marks[:, ::-1], axis=1)
 
 
-def of_last_rank(x: Array, segment_ids: Int[Array, "B T"], axis: str) -> Array:
-    """x [B, ...] of the last rank with a live token in each row, or else of the first; the same on all ranks."""
-    lives = jax.lax.all_gather((segment_ids >= 0).any(1), axis)
-    last = jnp.where(lives.any(0), _last(lives), 0)
-    mine = (last == jax.lax.axis_index(axis)).reshape(-1, *(1,) * (x.ndim - 1))
-    return jax.lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), axis)
-
-
-def _last(marks: Bool[Array, "R B"]) -> Int[Array, " B"]:
-    """The last rank that is marked; of no use where none is."""
-    return marks.shape[0] - 1 - jnp.argmax(marks[::-1], axis=0)
-
-
-def by_doubling(own: Map, axis: str) -> tuple[Array, Array]:
-    """States before this rank and after all, by log2 R rounds in which ranks pass on twice as long a run of maps."""
-    R, me, run, distance = jax.lax.axis_size(axis), jax.lax.axis_index(axis), own, 1
-    while distance < R:
-        left = jax.lax.ppermute(run, axis, [(r, r + distance) for r in range(R - distance)])
-        longer = kda_combine(run, left)
-        run = jax.tree.map(lambda new, old: jnp.where(me >= distance, new, old), longer, run)  # noqa: B023
+def by_doubling(own: Map, layout: Layout) -> tuple[Array, Array]:
+    """States before each fragment and after all, by log2 N rounds in which runs of maps grow twice as long."""
+    number, run, distance = layout.numbers(len(own[0])), own, 1
+    while distance < layout.total:
+        longer = kda_combine(run, tuple(layout.shift(x, distance) for x in run))
+        enough = (number >= distance)[:, None, None, None]
+        run = tuple(jnp.where(enough, new, old) for new, old in zip(longer, run, strict=True))
         distance *= 2
-    return preceding(run[1], axis), jax.lax.psum(jnp.where(me == R - 1, run[1], 0.0), axis)
+    return layout.shift(run[1], 1), layout.pick(run[1], number == layout.total - 1)
 
 
-def by_gather(own: Map, axis: str) -> tuple[Array, Array]:
+def by_gather(own: Map, layout: Layout) -> tuple[Array, Array]:
     """The same from everybody's map, folded on each rank."""
-    maps, me = jax.lax.all_gather(own, axis), jax.lax.axis_index(axis)
-    _, after = jax.lax.associative_scan(lambda earlier, later: kda_combine(later, earlier), maps)
-    before = jnp.where(me > 0, after[jnp.maximum(me - 1, 0)], 0.0)
-    last = jnp.where(me == jax.lax.axis_size(axis) - 1, after[-1], 0.0)
-    return before, jax.lax.psum(last, axis)
+    number, maps = layout.numbers(len(own[0])), tuple(layout.gather(x) for x in own)
+    _, after = jax.lax.associative_scan(lambda earlier, later: kda_combine(later, earlier), maps, axis=1)
+    row = jnp.arange(len(number)) // layout.fragments
+    before = jnp.where((number > 0)[:, None, None, None], after[row, jnp.maximum(number - 1, 0)], 0.0)
+    return before, layout.pick(layout.each(after[:, -1]), number == layout.total - 1)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from k3_jax import sharding
 from k3_jax.nn.transformer import K3
-from k3_jax.parallel.context import following
+from k3_jax.parallel.fragments import layout_in_use
 
 
 def next_token_loss(
@@ -17,13 +17,13 @@ def next_token_loss(
     chunk: int,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Sum over targets of -log p(tokens[t + 1]) in nats where `loss_mask[t]`, and their number.
+    """Sum over targets of -log p(tokens[t + 1]) in nats where `loss_mask[t]`, and their number. Rows are arranged.
 
     Each target also costs `z_loss` (log sum exp)^2, which keeps logits small (PaLM, arXiv 2204.02311, §5).
     """
     B, T = tokens.shape
     tokens, loss_mask = (sharding.place(x, sharding.active("BT")) for x in (tokens, loss_mask))
-    R = sharding.size_of("T")  # each rank of the context axis cuts its own positions
+    R = sharding.size_of("T")  # each rank cuts its own positions
     size = min(chunk, T // R)
     count = -(-(T // R) // size)
     targets = sharding.local(_targets, ("BT",), "BT")(tokens)
@@ -51,6 +51,8 @@ def next_token_loss(
 
 def _targets(tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The token after each; 0 after the last."""
-    axis = sharding.axis_of("T")
-    last = jnp.zeros_like(tokens[:, :1]) if axis is None else following(tokens[:, :1], axis)
-    return jnp.concatenate([tokens[:, 1:], last], axis=1)
+    layout = layout_in_use()
+    if layout is None:
+        return jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
+    fragments = layout.split(tokens)
+    return layout.join(jnp.concatenate([fragments[:, 1:], layout.shift(fragments[:, :1], -1)], axis=1))

@@ -20,6 +20,7 @@ from k3_jax import sharding
 from k3_jax.config import ConfigError, DataConfig, K3Config, RunConfig
 from k3_jax.nn.pretrained import load_config, load_model
 from k3_jax.overrides import differences, from_json, to_json
+from k3_jax.parallel.fragments import FRAGMENTS
 from k3_jax.train.checkpoint import Checkpoints
 from k3_jax.train.corpus import Corpus, make_corpus
 from k3_jax.train.data import Batches
@@ -89,16 +90,23 @@ def check_run(run: RunConfig, mesh: jax.sharding.Mesh, init: Path | None) -> Non
                 f"data.batch_size = {run.data.batch_size}: expected micro-batches (here {rows} rows of "
                 f"{stage.data.sequence_length} tokens) that split over the {shards} batch shards of the mesh"
             )
-        if stage.data.sequence_length % mesh.shape["context"]:
-            raise ConfigError(
-                f"sequence_length = {stage.data.sequence_length}: expected a multiple of mesh.context = "
-                f"{mesh.shape['context']}"
-            )
+        check_fragments(stage.data.sequence_length, mesh)
     check_splits(run.model, mesh)
     if init is not None:
         changed = [line for line in differences(load_config(init), run.model) if not line.startswith(INIT_FREE)]
         if changed:
             raise ConfigError(f"--init {init}: another architecture: {'; '.join(changed)}")
+
+
+def check_fragments(length: int, mesh: jax.sharding.Mesh) -> None:
+    """Raises ConfigError for rows that the ranks of an axis cannot cut into equal fragments."""
+    for axis, fragments in FRAGMENTS.items():
+        ranks = mesh.shape[axis]
+        if ranks > 1 and length % (ranks * fragments):
+            raise ConfigError(
+                f"sequence_length = {length}: expected a multiple of {ranks * fragments}, the fragments of a row "
+                f"where mesh.{axis} = {ranks}"
+            )
 
 
 def check_splits(model: K3Config, mesh: jax.sharding.Mesh) -> None:

@@ -14,6 +14,7 @@ from k3_jax.nn.balance import load_stats, updated_bias
 from k3_jax.nn.moe import RouterStats
 from k3_jax.nn.transformer import K3
 from k3_jax.parallel.expert import TPU_OPTIONS
+from k3_jax.parallel.fragments import arranged
 from k3_jax.train.loss import next_token_loss
 from k3_jax.train.packing import Batch
 from k3_jax.train.qk_clip import qk_clip
@@ -59,6 +60,7 @@ def make_eval_step(run: RunConfig) -> Callable[[K3, Batch], tuple[jax.Array, jax
 
     @jax.jit
     def eval_step(model: K3, batch: Batch):
+        batch = Batch(*map(arranged, batch))
         h, _ = model.hidden(batch.tokens, batch.segment_ids, jnp.dtype(run.train.compute_dtype))
         return next_token_loss(model, h, batch.tokens, batch.loss_mask, run.train.loss_chunk, z_loss=0.0)
 
@@ -72,6 +74,7 @@ def accumulate(run: RunConfig, model: K3, batch: Batch):
     """
 
     def loss_sum(model, micro: Batch):
+        micro = Batch(*map(arranged, micro))
         h, reports = model.hidden(micro.tokens, micro.segment_ids, jnp.dtype(run.train.compute_dtype))
         chunk, z_loss = run.train.loss_chunk, run.train.z_loss
         total, count = next_token_loss(model, h, micro.tokens, micro.loss_mask, chunk, z_loss)

@@ -41,17 +41,22 @@ def expanded_attention(
     q_pe: Float[Array, "B T H R"],
     kv: Float[Array, "B S H NV"],
     k_pe: Float[Array, "B S R"],
-    q_position: Int[Array, "B T"],
-    k_position: Int[Array, "B S"],
-    q_segment: Int[Array, "B T"],
-    k_segment: Int[Array, "B S"],
+    segment_ids: Int[Array, "B S"] | None,
     scale: float,
+    start: Int[Array, ""] | None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
-    """`blockwise_attention` of Gated MLA's expanded form: kv is [k_nope | v], all heads share k_pe."""
+    """`blockwise_attention` of Gated MLA's expanded form: kv is [k_nope | v], all heads share k_pe. Arguments as in
+    `api.mla_attention`."""
     B, S, H = kv.shape[:3]
     N = q_nope.shape[3]
     k = jnp.concatenate([kv[..., :N], jnp.broadcast_to(k_pe[:, :, None], (B, S, H, k_pe.shape[2]))], axis=-1)
     q = jnp.concatenate([q_nope, q_pe], axis=-1)[:, :, :, None]
+    k_segment = jnp.zeros((B, S), jnp.int32) if segment_ids is None else segment_ids
+    k_position = jnp.broadcast_to(jnp.arange(S)[None], (B, S))
+    first = 0 if start is None else start
+    q_position, q_segment = (
+        jax.lax.dynamic_slice_in_dim(x, first, q.shape[1], axis=1) for x in (k_position, k_segment)
+    )
     o, peak = blockwise_attention(q, k, kv[..., N:], q_position, k_position, q_segment, k_segment, scale)
     return o[:, :, :, 0], peak[:, 0]
 

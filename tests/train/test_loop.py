@@ -96,8 +96,11 @@ def test_experts_that_do_not_split_are_refused(run, tmp_path):
     assert not (tmp_path / "work").exists()
 
 
-def test_rows_that_the_context_axis_does_not_divide_are_refused(run, tmp_path):
-    odd = dataclasses.replace(run, mesh=MeshConfig(context=8), data=dataclasses.replace(run.data, sequence_length=36))
-    with pytest.raises(ConfigError, match=r"sequence_length = 36: expected a multiple of mesh.context = 8"):
+@pytest.mark.parametrize(("axis", "length", "fragments"), [("context", 36, 8), ("zigzag", 40, 16)])
+def test_rows_that_cannot_be_cut_are_refused(axis, length, fragments, run, tmp_path):
+    data = dataclasses.replace(run.data, sequence_length=length)
+    odd = dataclasses.replace(run, mesh=MeshConfig(**{axis: 8}), data=data)
+    message = f"sequence_length = {length}: expected a multiple of {fragments}, .* mesh.{axis} = 8"
+    with pytest.raises(ConfigError, match=message):
         loop.train(odd, tmp_path / "work")
     assert not (tmp_path / "work").exists()

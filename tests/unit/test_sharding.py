@@ -15,6 +15,7 @@ from k3_jax import sharding
 from k3_jax.config import ConfigError, MeshConfig
 from k3_jax.mesh import make_mesh
 from k3_jax.nn.layout import abstract_layers
+from k3_jax.parallel.fragments import arranged
 from k3_jax.train.loss import next_token_loss
 from pallas_kernels.common.testing import assert_gradients_close
 from tests.models import abstract_model, make_model, quick_jit, random_tokens, tiny_config, to_named
@@ -38,6 +39,8 @@ MESHES = {
     "fsdp_expert": MeshConfig(fsdp=2, expert=4),
     "data_context": MeshConfig(data=2, context=4),
     "expert_context_tensor": MeshConfig(expert=2, context=2, tensor=2),
+    "data_zigzag": MeshConfig(data=2, zigzag=4),
+    "expert_zigzag_tensor": MeshConfig(expert=2, zigzag=2, tensor=2),
 }
 # Axes of one layer's tensor; "-" is not sharded.
 TABLE = {
@@ -71,8 +74,8 @@ def shard(model):
 
 def batch():
     """Eight rows: packed documents, padding, and a row without anything."""
-    tokens = random_tokens(CONFIG, 8, 12)
-    ids = np.zeros((8, 12), np.int32)
+    tokens = random_tokens(CONFIG, 8, 24)
+    ids = np.zeros((8, 24), np.int32)
     ids[1, 5:], ids[2, 9:], ids[3, :], ids[4, 2:7] = 1, -1, -1, 3
     mask = (ids >= 0) & (ids == np.roll(ids, -1, 1))
     mask[:, -1] = False
@@ -80,6 +83,7 @@ def batch():
 
 
 def loss(model, tokens, ids, mask, dtype=jnp.float32):
+    tokens, ids, mask = map(arranged, (tokens, ids, mask))
     h, reports = model.hidden(tokens, ids, dtype)
     total, count = next_token_loss(model, h, tokens, mask, 8, 0.0)
     return total / count, reports
@@ -107,6 +111,8 @@ SLOW = {
     "expert",
     "data_expert_tensor",
     "data_context",
+    "expert_context_tensor",
+    "data_zigzag",
 }  # the others use the same axes
 
 
