@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels.attention.steps import field
 from pallas_kernels.common.kernels import LANES
@@ -39,14 +39,15 @@ class Problem:
 
 
 class Inputs(NamedTuple):
-    """Arrays of a call, or their blocks in a step; Hp pairs of heads. `extra` is [k_pe | 0 | 0 | k_pe]."""
+    """Arrays of a call, or their blocks in a step; Hp pairs of heads. `extra` is [k_pe | 0 | 0 | k_pe]. Both segments
+    are those of the row."""
 
     q_nope: Float[Array, "B T HpN2"]
     q_pe: Float[Array, "B T HpR2"]
-    kv: Float[Array, "B T HpNV2"]
-    extra: Float[Array, "B T 256"]
-    q_segment: Int[Array, "B 1 T"] | None
-    k_segment: Int[Array, "B 1 T"] | None
+    kv: Float[Array, "B S HpNV2"]
+    extra: Float[Array, "B S 256"]
+    q_segment: Int[Array, "B 1 S"] | None
+    k_segment: Int[Array, "B 1 S"] | None
 
     def query(self, problem: Problem, h: int, rows: slice) -> Float[Array, "t NR"]:
         """In a step: of head h of the pair."""
@@ -70,8 +71,19 @@ def split_refs(problem: Problem, refs: tuple) -> tuple[Inputs, tuple]:
     return Inputs(*refs[:count], *(None,) * (len(Inputs._fields) - count)), refs[count:]
 
 
+class Scalars(NamedTuple):
+    """Prefetched. `offset`: which block of the row the first block of queries is."""
+
+    steps: Int32[Array, "B M"]
+    offset: Int32[Array, "1"]
+
+    def distance(self, step, block: int):
+        """How many tokens the queries of a step are after its keys."""
+        return (field(step, "q") + self.offset[0] - field(step, "k")) * block
+
+
 class Specs:
-    """Blocks of the grid (row, pair of heads, step). Prefetched scalars: the steps' words [B, M]."""
+    """Blocks of the grid (row, pair of heads, step)."""
 
     def __init__(self, problem: Problem):
         p = problem
@@ -80,29 +92,27 @@ class Specs:
             q_nope=self.rows("q", HEADS * p.N),
             q_pe=self.rows("q", LANES),
             kv=self.rows("k", HEADS * (p.N + p.V)),
-            extra=pl.BlockSpec((1, p.block, HEADS * LANES), lambda b, h, m, s: (b, field(s[b, m], "k"), 0)),
-            q_segment=self.segment("q"),
-            k_segment=self.segment("k"),
+            extra=pl.BlockSpec((1, p.block, HEADS * LANES), lambda b, h, m, s, o: (b, field(s[b, m], "k"), 0)),
+            q_segment=pl.BlockSpec((1, 1, p.block), lambda b, h, m, s, o: (b, 0, field(s[b, m], "q") + o[0])),
+            k_segment=pl.BlockSpec((1, 1, p.block), lambda b, h, m, s, o: (b, 0, field(s[b, m], "k"))),
         )
 
     def rows(self, of: str, width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, self.block, width), lambda b, h, m, s: (b, field(s[b, m], of), h))
+        return pl.BlockSpec((1, self.block, width), lambda b, h, m, s, o: (b, field(s[b, m], of), h))
 
     def rows_of_span(self, span: int, width: int) -> pl.BlockSpec:
         """Of arrays of `span` blocks of queries: the block that is written in this step or a later one. It is the keys'
-        of the step or, while keys before the span pass, the first one, whose number is a multiple of `span`."""
+        of the step or, while keys before the span pass, the first one, whose number is a multiple of `span`; after
+        them it stays the last one."""
 
-        def index(b, h, m, s):
+        def index(b, h, m, s, o):
             q, k = (field(s[b, m], name) for name in ("q", "k"))
-            return b, jnp.maximum(k - q // span * span, 0), h
+            return b, jnp.clip(k - o[0] - q // span * span, 0, span - 1), h
 
         return pl.BlockSpec((1, self.block, width), index)
 
-    def segment(self, of: str) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, self.block), lambda b, h, m, s: (b, 0, field(s[b, m], of)))
-
     def statistics(self) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, 8, self.block), lambda b, h, m, s: (b, h, 0, field(s[b, m], "q")))
+        return pl.BlockSpec((1, 1, 8, self.block), lambda b, h, m, s, o: (b, h, 0, field(s[b, m], "q")))
 
 
 def allowed(inputs: Inputs, distance, queries: slice, keys: slice) -> Array:

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention.blocks import (
     HALF,
     HEADS,
     Inputs,
     Problem,
+    Scalars,
     Specs,
     allowed,
     split_refs,
@@ -45,8 +46,8 @@ class Saved(NamedTuple):
 class KeyGradients(NamedTuple):
     """`extra`: in each half the part of one head of the pair."""
 
-    kv: Float[Array, "B T HpNV2"]
-    extra: Float[Array, "B T HpR2"]
+    kv: Float[Array, "B S HpNV2"]
+    extra: Float[Array, "B S HpR2"]
 
 
 class QueryGradients(NamedTuple):
@@ -67,12 +68,12 @@ class Scratch(NamedTuple):
 
 
 def backward(
-    problem: Problem, span: int, scalars: Int32[Array, "B M"], count, inputs: Inputs, saved: Saved, earlier
+    problem: Problem, span: int, scalars: Scalars, count, inputs: Inputs, saved: Saved, earlier
 ) -> tuple[QueryGradients, KeyGradients]:
     """Gradients for the queries of the steps, at most `span` blocks of them; `earlier` (KeyGradients in float32 or
     None) is what other queries gave the keys."""
     p, specs = problem, Specs(problem)
-    B, T = inputs.q_nope.shape[:2]
+    B, S = inputs.kv.shape[:2]
     pairs, dtype = inputs.q_nope.shape[2] // (HEADS * p.N), inputs.kv.dtype
 
     def shape(length, width, dtype):
@@ -81,7 +82,7 @@ def backward(
     of_keys = KeyGradients(specs.rows("k", HEADS * (p.N + p.V)), specs.rows("k", LANES))
     of_queries = QueryGradients(*(specs.rows_of_span(span, width) for width in (HEADS * p.N, LANES)))
     summed = dtype if earlier is None else jnp.float32
-    arguments = [scalars, *(x for x in (*inputs, *saved, *(earlier or ())) if x is not None)]
+    arguments = [*scalars, *(x for x in (*inputs, *saved, *(earlier or ())) if x is not None)]
     scratch = Scratch(
         q_nope=((HEADS, p.N, span * p.block), jnp.float32), q_pe=((LANES, span * p.block), jnp.float32),
         k=((HEADS, p.block, p.N + LANES), jnp.float32), v=((HEADS, p.block, p.V), jnp.float32),
@@ -90,7 +91,7 @@ def backward(
     outputs = pl.pallas_call(
         functools.partial(_kernel, problem=problem, span=span, accumulates=earlier is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=len(scalars),
             grid=(B, pairs, count),
             in_specs=[spec for spec, x in zip(specs.inputs, inputs, strict=True) if x is not None]
             + [specs.rows("q", HEADS * p.V), specs.statistics(), *(of_keys if earlier else ())],
@@ -99,7 +100,7 @@ def backward(
         ),
         out_shape=[
             shape(span * p.block, HEADS * p.N, dtype), shape(span * p.block, LANES, dtype),
-            shape(T, HEADS * (p.N + p.V), summed), shape(T, LANES, jnp.float32),
+            shape(S, HEADS * (p.N + p.V), summed), shape(S, LANES, jnp.float32),
         ],
         input_output_aliases={len(arguments) - 2: 2, len(arguments) - 1: 3} if earlier else {},
         compiler_params=COMPILER_PARAMS,
@@ -108,15 +109,15 @@ def backward(
     return QueryGradients(*outputs[:2]), KeyGradients(*outputs[2:])
 
 
-def _kernel(scalars, *refs, problem: Problem, span: int, accumulates: bool):
+def _kernel(steps, offset, *refs, problem: Problem, span: int, accumulates: bool):
     """One step of a pair of heads."""
     inputs, refs = split_refs(problem, refs)
     refs, m = iter(refs), pl.program_id(2)
     saved = Saved(next(refs), next(refs))
     earlier = KeyGradients(next(refs), next(refs)) if accumulates else None
     of_queries, of_keys = QueryGradients(next(refs), next(refs)), KeyGradients(next(refs), next(refs))
-    scratch, of = Scratch(*refs), functools.partial(field, scalars[pl.program_id(0), m])
-    distance = (of("q") - of("k")) * problem.block
+    scratch, step = Scratch(*refs), steps[pl.program_id(0), m]
+    of, distance = functools.partial(field, step), Scalars(steps, offset).distance(step, problem.block)
     start = pl.multiple_of(of("q") % span * problem.block, problem.block)
 
     @pl.when(m == 0)

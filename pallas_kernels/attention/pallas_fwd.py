@@ -14,13 +14,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention.blocks import (
     HEADS,
     NEGATIVE,
     Inputs,
     Problem,
+    Scalars,
     Specs,
     allowed,
     split_refs,
@@ -52,7 +53,7 @@ class Scratch(NamedTuple):
     weights: Float[Array, "2 C t"]
 
 
-def forward(problem: Problem, scalars: Int32[Array, "B M"], count, inputs: Inputs) -> Outputs:
+def forward(problem: Problem, scalars: Scalars, count, inputs: Inputs) -> Outputs:
     p, specs = problem, Specs(problem)
     B, T = inputs.q_nope.shape[:2]
     pairs, tile, dtype = inputs.q_nope.shape[2] // (HEADS * p.N), p.tiles(QUERIES)[0].stop, inputs.kv.dtype
@@ -64,7 +65,7 @@ def forward(problem: Problem, scalars: Int32[Array, "B M"], count, inputs: Input
     outputs = pl.pallas_call(
         functools.partial(_kernel, problem=problem),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=len(scalars),
             grid=(B, pairs, count),
             in_specs=[spec for spec, x in zip(specs.inputs, inputs, strict=True) if x is not None],
             out_specs=[specs.rows("q", HEADS * p.V), specs.statistics()],
@@ -75,16 +76,16 @@ def forward(problem: Problem, scalars: Int32[Array, "B M"], count, inputs: Input
         ],
         compiler_params=COMPILER_PARAMS,
         name="attention_forward",
-    )(scalars, *(x for x in inputs if x is not None))  # fmt: skip
+    )(*scalars, *(x for x in inputs if x is not None))  # fmt: skip
     return Outputs(*outputs)
 
 
-def _kernel(scalars, *refs, problem: Problem):
+def _kernel(steps, offset, *refs, problem: Problem):
     """One step of a pair of heads."""
     inputs, refs = split_refs(problem, refs)
     outputs, scratch = Outputs(*refs[:2]), Scratch(*refs[2:])
-    of = functools.partial(field, scalars[pl.program_id(0), pl.program_id(2)])
-    distance = (of("q") - of("k")) * problem.block
+    step = steps[pl.program_id(0), pl.program_id(2)]
+    of, distance = functools.partial(field, step), Scalars(steps, offset).distance(step, problem.block)
 
     @pl.when(of("continued") == 0)
     def _():

@@ -6,6 +6,7 @@ as the longest row's list.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
@@ -18,7 +19,7 @@ BITS = {"q": 12, "k": 12, "kind": 2, "continued": 1, "continues": 1}
 class Steps(NamedTuple):
     """Each step's fields, int32, which travel as one word: the scalar memory of a core holds some 200,000.
 
-    q, k        blocks of queries and of keys.
+    q, k        blocks of queries and of keys, both counted from 0.
     kind        EMPTY, MASKED or FULL.
     continued   0 where the block that stays while the other moves is new; `continues`: 0 where it is at its end.
     """
@@ -49,43 +50,56 @@ STEADY = Steps(q=3, k=1, kind=FULL, continued=1, continues=1).words()
 
 
 class Pairs(NamedTuple):
-    """Blocks of each row of a batch: do pairs (q, k) meet, and do all their tokens."""
+    """Blocks of each row of a batch: is there a step for the pair (q, k), and of which kind."""
 
-    live: Bool[Array, "B N N"]
-    full: Bool[Array, "B N N"]
+    live: Bool[Array, "B Q K"]
+    kind: Int32[Array, "B Q K"]
 
 
-def pairs_of(segment_ids: Int[Array, "B T"] | None, batch: int, blocks: int) -> Pairs:
-    """Blocks meet where the ranges of their segments overlap, and always on the diagonal, where results are written."""
-    q, k = np.indices((blocks, blocks))
-    diagonal, causal = (
-        np.broadcast_to(q == k, (batch, blocks, blocks)),
-        np.broadcast_to(q >= k, (batch, blocks, blocks)),
-    )
+def pairs_of(segment_ids: Int[Array, "B S"] | None, batch: int, queries: int, keys: int, offset) -> Pairs:
+    """Blocks of keys, and blocks of queries that are those from number `offset` on. They meet where the ranges of their
+    segments overlap, and always on the diagonal, where results are written."""
+    q, k = np.indices((queries, keys))
+    shape = batch, queries, keys
+    diagonal, causal = (jnp.broadcast_to(x, shape) for x in (q + offset == k, q + offset >= k))
     if segment_ids is None:
-        return Pairs(jnp.asarray(causal), jnp.asarray(causal & ~diagonal))
-    ids = segment_ids.reshape(batch, blocks, -1)
-    low = jnp.min(jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids), axis=2)
-    high = jnp.max(ids, axis=2)
-    overlap = (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
-    one = (low == high) & jnp.all(ids >= 0, axis=2)
-    same = one[:, :, None] & one[:, None] & (low[:, :, None] == low[:, None])
-    return Pairs(causal & overlap | diagonal, causal & same & ~diagonal)
+        return Pairs(causal, jnp.where(diagonal, MASKED, FULL))
+    ids = segment_ids.reshape(batch, keys, -1)
+    low, high = jnp.min(jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids), axis=2), jnp.max(ids, axis=2)
+    of_keys = low, high, (low == high) & jnp.all(ids >= 0, axis=2)
+    of_queries = (jax.lax.dynamic_slice_in_dim(x, offset, queries, axis=1)[:, :, None] for x in of_keys)
+    (low, high, one), (q_low, q_high, q_one) = (x[:, None] for x in of_keys), of_queries
+    overlap = (q_low <= high) & (low <= q_high)
+    same = q_one & one & (q_low == low)
+    return Pairs(causal & overlap | diagonal, jnp.where(same & ~diagonal, FULL, MASKED))
+
+
+def with_unseen(pairs: Pairs) -> Pairs:
+    """And a step that does nothing for keys that no query sees, so that their gradients are written too."""
+    unseen = ~jnp.any(pairs.live, axis=1, keepdims=True)
+    last = np.arange(pairs.live.shape[1])[None, :, None] == pairs.live.shape[1] - 1
+    return Pairs(pairs.live | unseen & last, jnp.where(unseen, EMPTY, pairs.kind))
 
 
 def by_queries(pairs: Pairs) -> tuple[Steps, Int[Array, ""]]:
     """Each block of queries with the keys before it: the forward pass. And the number of steps."""
-    q, k = np.tril_indices(pairs.live.shape[1])
+    q, k = np.nonzero(_possible(pairs))
     return _steps(pairs, q, k, q, len(q))
 
 
 def by_keys(pairs: Pairs, first, span: int) -> tuple[Steps, Int[Array, ""]]:
     """Each block of keys with those of the `span` blocks of queries from `first` on that see it: the backward pass."""
-    blocks = pairs.live.shape[1]
-    k, q = np.triu_indices(blocks)
-    inside = np.arange(blocks)
+    k, q = np.nonzero(_possible(pairs).T)
+    inside = np.arange(pairs.live.shape[1])
     inside = (inside >= first) & (inside < first + span)
-    return _steps(pairs._replace(live=pairs.live & inside[None, :, None]), q, k, k, min(len(q), span * blocks))
+    most = min(len(q), span * pairs.live.shape[2])
+    return _steps(pairs._replace(live=pairs.live & inside[None, :, None]), q, k, k, most)
+
+
+def _possible(pairs: Pairs) -> Bool[np.ndarray, "Q K"]:
+    """Which pairs there can be: the queries are at most at the end of the row."""
+    queries, keys = pairs.live.shape[1:]
+    return np.tril(np.ones((queries, keys), bool), keys - queries)
 
 
 def _steps(pairs: Pairs, q, k, group, most: int) -> tuple[Steps, Int[Array, ""]]:
@@ -96,8 +110,7 @@ def _steps(pairs: Pairs, q, k, group, most: int) -> tuple[Steps, Int[Array, ""]]
     number = jnp.arange(most, dtype=jnp.int32)[None]
     order = jnp.argsort(~live, axis=1, stable=True)[:, :most]
     order = jnp.take_along_axis(order, jnp.minimum(number, count - 1), axis=1)
-    kind = jnp.where(pairs.full[:, q, k], FULL, MASKED)
-    kind = jnp.where(number < count, jnp.take_along_axis(kind, order, axis=1), EMPTY)
+    kind = jnp.where(number < count, jnp.take_along_axis(pairs.kind[:, q, k], order, axis=1), EMPTY)
     q, k, group = (jnp.asarray(x, jnp.int32)[order] for x in (q, k, group))
     change = jnp.pad(group[:, 1:] != group[:, :-1], ((0, 0), (1, 1)), constant_values=True)
     new = change[:, :-1]

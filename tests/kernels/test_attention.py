@@ -37,6 +37,22 @@ def attention(implementation):
     return functools.partial(mla_attention, scale=SCALE, implementation=implementation)
 
 
+@functools.cache
+def by_parts(implementation, count):
+    """The whole row, from queries in so many parts."""
+
+    def run(q_nope, q_pe, kv, k_pe, segment_ids=None):
+        T = q_nope.shape[1] // count
+        parts = [
+            attention(implementation)(*q, kv, k_pe, segment_ids, start=jnp.int32(i * T))
+            for i, *q in zip(range(count), *(jnp.split(x, count, axis=1) for x in (q_nope, q_pe)), strict=True)
+        ]
+        o, peak = zip(*parts, strict=True)
+        return jnp.concatenate(o, axis=1), jnp.stack(peak).max(0)
+
+    return run
+
+
 def inputs(B, T, H, N, R, V, segments=None, dtype=np.float32, seed=0, size=1.0):
     random = np.random.default_rng(seed)
     normal = lambda *shape: (size * random.normal(size=shape)).astype(dtype)  # noqa: E731
@@ -51,14 +67,14 @@ def inputs(B, T, H, N, R, V, segments=None, dtype=np.float32, seed=0, size=1.0):
     return made
 
 
-def check(implementation, arguments, tolerance, gradient_tolerance):
+def check(attend, arguments, tolerance, gradient_tolerance):
     B, T, H, N = arguments["q_nope"].shape
     do = np.random.default_rng(9).normal(size=(B, T, H, arguments["kv"].shape[3] - N)).astype(arguments["kv"].dtype)
     with jax.enable_x64(True):
         wide = {n: x if n == "segment_ids" else x.astype(np.float64) for n, x in arguments.items()}
         (o, peak), expected = outputs_and_gradients(dense, wide, (do.astype(np.float64), np.zeros(H)))
         o, peak, expected = jax.tree.map(np.asarray, (o, peak, expected))
-    actual, gradients = outputs_and_gradients(attention(implementation), arguments, (do, np.zeros(H, np.float32)))
+    actual, gradients = outputs_and_gradients(attend, arguments, (do, np.zeros(H, np.float32)))
     assert actual[0].dtype == arguments["kv"].dtype and actual[1].dtype == np.float32
     assert_close("o", actual[0], o, tolerance)
     np.testing.assert_allclose(actual[1], peak, rtol=max(1e-5, tolerance))
@@ -95,19 +111,41 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @pytest.mark.parametrize("case", CASES)
 def test_case(implementation, case, small_blocks, interpreted):
-    check(implementation, CASES[case], 1e-5, 2e-5)
+    check(attention(implementation), CASES[case], 1e-5, 2e-5)
+
+
+PARTS = [("xla", "whole-blocks-with-padding", 3), ("pallas", "whole-blocks-with-padding", 3)]
+MORE_PARTS = [("pallas", "whole-blocks", 2), ("pallas", "whole-blocks-of-documents", 5), ("pallas", "spans", 2)]
+SPANS = {"spans": inputs(1, 768, 2, 8, 4, 8, [([0, 1], [500, 268])])}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "case", "count"), PARTS + [pytest.param(*x, marks=pytest.mark.slow) for x in MORE_PARTS]
+)
+def test_parts_of_the_queries(implementation, case, count, small_blocks, interpreted):
+    """They see what the whole row sees; the keys' gradients are sums over the parts, also where one sees nothing."""
+    check(by_parts(implementation, count), (CASES | SPANS)[case], 1e-5, 2e-5)
+
+
+@pytest.mark.slow
+def test_keys_that_nobody_sees_need_a_step(monkeypatch, small_blocks, interpreted):
+    monkeypatch.setattr(pallas, "with_unseen", lambda pairs: pairs)
+    by_parts.cache_clear()
+    with pytest.raises(AssertionError):
+        check(by_parts("pallas", 3), CASES["whole-blocks-with-padding"], 1e-5, 2e-5)
+    by_parts.cache_clear()
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_bfloat16(implementation, small_blocks, interpreted):
     """Against float64 of the same rounded inputs; softmax and sums are float32."""
-    check(implementation, inputs(1, 256, 2, 16, 8, 16, dtype=jnp.bfloat16), 5e-3, 1e-2)
+    check(attention(implementation), inputs(1, 256, 2, 16, 8, 16, dtype=jnp.bfloat16), 5e-3, 1e-2)
 
 
 @pytest.mark.slow
 def test_blocks_as_on_a_tpu(interpreted):
     """The sizes of blocks and tiles that are compiled, with pairs of blocks of every kind."""
-    check("pallas", inputs(1, 2200, 2, 8, 4, 8, [([0, 1, -1], [2100, 90, 10])]), 1e-5, 2e-5)
+    check(attention("pallas"), inputs(1, 2200, 2, 8, 4, 8, [([0, 1, -1], [2100, 90, 10])]), 1e-5, 2e-5)
 
 
 def test_nothing_of_the_future_is_seen(small_blocks, interpreted):
@@ -220,6 +258,15 @@ def test_extra_keys_of_more_than_half_a_lane_tile():
         UNCHECKED(**inputs(1, 4, 2, 8, 65, 8), scale=1.0, implementation="pallas")
 
 
+def test_a_part_of_the_queries_without_a_start():
+    arguments = inputs(1, 32, 2, 8, 4, 8)
+    half = {name: x[:, :16] if name.startswith("q") else x for name, x in arguments.items()}
+    with pytest.raises(ValueError, match="expected 16 keys, or with a start a multiple of them"):
+        UNCHECKED(**half, scale=1.0)
+    with pytest.raises(ValueError, match="T a multiple of 128 with a start"):
+        UNCHECKED(**half, scale=1.0, start=jnp.int32(16), implementation="pallas")
+
+
 def padding_attends(monkeypatch):
     replace(monkeypatch, blocks.allowed, {" & (of_query >= 0)": ""}, pallas_fwd, pallas_bwd)
     return "padding"
@@ -250,5 +297,5 @@ def test_a_mistake_fails(mistake, monkeypatch, small_blocks, interpreted):
     case = mistake(monkeypatch)
     attention.cache_clear()
     with pytest.raises(AssertionError):
-        check("pallas", CASES[case], 1e-5, 2e-5)
+        check(attention("pallas"), CASES[case], 1e-5, 2e-5)
     attention.cache_clear()
