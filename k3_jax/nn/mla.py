@@ -19,7 +19,7 @@ from k3_jax.config import K3Config
 from k3_jax.nn.init import normal, ones
 from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import rms_norm
-from k3_jax.parallel.fragments import layout_in_use, whole
+from k3_jax.parallel.fragments import layout_in_use
 from k3_jax.sharding import precision
 from pallas_kernels.attention.api import blockwise_attention, mla_attention
 
@@ -56,15 +56,13 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, " H"]]:
         """Training form: keys and values expanded. Also returns the largest logit of each head (for QK-clip)."""
         c = self.config.mla
-        # Where rows are cut latents travel, 576 numbers per token, and every rank expands those of all.
-        latent, segment_ids = whole(self._latent(x), "BS_"), whole(segment_ids, "BS")
-        kv = project("bsc,chn->bshn", latent[..., : c.kv_lora_rank], self.kv_b, "LH_", "BSH_")
         attend = sharding.local(
             partial(_expanded, scale=c.qk_head_dim**-0.5),
-            ("BTH_", "BTH_", "BSH_", "BS_", "BS"),
+            ("BTH_", "BTH_", "BT_", "LH_", "BT"),
             ("BTH_", "H"),
         )
-        o, peak = attend(*self._query(x), kv, latent[..., c.kv_lora_rank :], segment_ids)
+        kv_b = sharding.use(self.kv_b[...], "LH_", x.dtype)
+        o, peak = attend(*self._query(x), self._latent(x), kv_b, segment_ids)
         return self._output(x, o), peak
 
     def extend(
@@ -111,10 +109,17 @@ class MLA(nnx.Module):
         return project("bthv,hvd->btd", o * gate, self.o, "HVD", "BTD")
 
 
-def _expanded(q_nope, q_pe, kv, k_pe, segment_ids, *, scale: float):
-    """Causal attention within documents; every head sees the same extra key. Queries are this rank's fragments."""
-    layout = layout_in_use()
-    starts = layout.starts(q_nope.shape[1]) if layout else [None]
+def _expanded(q_nope, q_pe, latent, kv_b, segment_ids, *, scale: float):
+    """Causal attention within documents; every head sees the same extra key. Queries are this rank's fragments.
+
+    Where rows are cut latents travel, 576 numbers per token, and their gradients back; every rank expands all of them.
+    """
+    layout, starts = layout_in_use(), [None]
+    if layout:
+        starts = layout.starts(q_nope.shape[1])
+        latent, segment_ids = layout.whole(latent), layout.whole(segment_ids)
+    c, k_pe = jnp.split(latent, [kv_b.shape[0]], axis=2)
+    kv = jnp.einsum("bsc,chn->bshn", c, kv_b, precision=precision(c.dtype))
     fragments = zip(starts, *(jnp.split(x, len(starts), axis=1) for x in (q_nope, q_pe)), strict=True)
     runs = [mla_attention(*q, kv, k_pe, segment_ids, scale=scale, start=start) for start, *q in fragments]
     o, peak = zip(*runs, strict=True)

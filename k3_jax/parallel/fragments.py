@@ -77,8 +77,11 @@ class Layout:
 
     def gather(self, x: Shaped[Array, "BF *r"]) -> Shaped[Array, "B N *r"]:
         """Of all fragments of a row, in its order."""
-        rows = x.reshape(-1, self.fragments, *x.shape[1:])
-        return self.in_order(jax.lax.all_gather(rows, self.axis, axis=1, tiled=True))
+        return self.whole(x.reshape(-1, self.fragments, *x.shape[1:]))
+
+    def whole(self, x: Shaped[Array, "B t *r"]) -> Shaped[Array, "B T *r"]:
+        """A whole row from this rank's part of it."""
+        return self.in_order(jax.lax.all_gather(x, self.axis, axis=1, tiled=True))
 
     def pick(self, x: Shaped[Array, "BF *r"], chosen: Bool[Array, " BF"]) -> Shaped[Array, "B *r"]:
         """x of the one chosen fragment of each row, the same on all ranks."""
