@@ -22,6 +22,7 @@ from k3_jax.nn.norm import rms_norm
 from k3_jax.parallel.fragments import layout_in_use
 from k3_jax.sharding import precision
 from pallas_kernels.attention.api import blockwise_attention, mla_attention
+from pallas_kernels.common.dispatch import vary_alike
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["latent"], meta_fields=[])
@@ -117,7 +118,8 @@ def _expanded(q_nope, q_pe, latent, kv_b, segment_ids, *, scale: float):
     layout, starts = layout_in_use(), [None]
     if layout:
         starts = layout.starts(q_nope.shape[1])
-        latent, segment_ids = layout.whole(latent), layout.whole(segment_ids)
+        # Marked before: gradients are then summed over tensor ranks after they were scattered, not for whole rows.
+        latent, segment_ids = layout.whole(*vary_alike(latent, like=(q_nope,))), layout.whole(segment_ids)
     c, k_pe = jnp.split(latent, [kv_b.shape[0]], axis=2)
     kv = jnp.einsum("bsc,chn->bshn", c, kv_b, precision=precision(c.dtype))
     fragments = zip(starts, *(jnp.split(x, len(starts), axis=1) for x in (q_nope, q_pe)), strict=True)

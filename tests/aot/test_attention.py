@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attention.api import mla_attention
 from pallas_kernels.common import aot
@@ -16,17 +15,17 @@ TOPOLOGIES = ["v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1"]
 CASES = [(8192, 96, "bfloat16"), (8192, 2, "float32"), (131072, 2, "bfloat16"), (262144, 2, "bfloat16")]
 
 
-def flat_attention(heads, q_nope, q_pe, kv, k_pe, segment_ids, start=None):
+def flat_attention(heads, q_nope, q_pe, kv, k_pe, segment_ids):
     """Arguments as projections leave them: heads side by side."""
     parts = (x.reshape(*x.shape[:2], heads, -1) for x in (q_nope, q_pe, kv))
     scale = (N + R) ** -0.5
-    o, peak = mla_attention(*parts, k_pe, segment_ids, scale=scale, start=start, implementation="pallas")
+    o, peak = mla_attention(*parts, k_pe, segment_ids, scale=scale, implementation="pallas")
     return o.reshape(*o.shape[:2], -1), peak
 
 
-def forward_backward(heads, do, *arguments, start=None):
+def forward_backward(heads, do, *arguments):
     *arrays, segment_ids = arguments
-    run = lambda *arrays: flat_attention(heads, *arrays, segment_ids, start)  # noqa: E731
+    run = lambda *arrays: flat_attention(heads, *arrays, segment_ids)  # noqa: E731
     o, pullback, peak = jax.vjp(run, *arrays, has_aux=True)
     return o, peak, pullback(do)
 
@@ -47,25 +46,3 @@ def test_forward_and_backward(facts, topology, T, heads, dtype):
     per_token_and_head = 2 * 8 * 4 + 4 * R
     per_token_and_head += 4 * (N + V + R) + 2 * 2 * (N + R) if T > 8192 else 0
     assert report.temp_bytes < 1.1 * T * heads * per_token_and_head + 2**24
-
-
-def test_a_rank_of_a_context_axis(facts):
-    """Each of 64 ranks has 8,192 queries of a row of 524,288: the kernels, over the row's keys, for two heads."""
-    mesh, ranks, T, H = aot.mesh_for("tpu7x:4x4x4", data=2, context=64), 64, 8192, 2
-    queries, keys = P("data", "context"), P("data")
-
-    def rank(*arguments):
-        start = T * jax.lax.axis_index("context")
-        o, peak, gradients = forward_backward(H, *arguments, start=start)
-        return o, jax.lax.pmax(peak, ("data", "context")), gradients
-
-    arguments = [(T * ranks, H * V, queries), (T * ranks, H * N, queries), (T * ranks, H * R, queries)]
-    arguments += [(T * ranks, H * (N + V), keys), (T * ranks, R, keys)]
-    arrays = [aot.abstract((2, length, width), jnp.bfloat16, mesh, *spec) for length, width, spec in arguments]
-    specs = [spec for *_, spec in arguments]
-    run = jax.shard_map(rank, mesh=mesh, in_specs=(*specs, keys), out_specs=(queries, P(), tuple(specs[1:])))
-    lowered = aot.lower_for(run, *arrays, aot.abstract((2, T * ranks), jnp.int32, mesh, *keys), mesh=mesh)
-    report = facts.check("attention_context64_tpu7x", lowered, "tpu7x:4x4x4")
-    assert report.custom_calls["tpu_custom_call"] == 2
-    assert report.collectives == {"all-reduce": 2 + 1}  # gradients of the keys, largest logits
-    assert report.temp_bytes < 3 * T * ranks * H * (N + V) * 2
