@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3_jax.config import K3Config, OptimizerConfig
+from k3_jax.config import K3Config, MeshConfig, OptimizerConfig
 from k3_jax.nn.kda import KDAState
 from k3_jax.nn.layout import abstract_layers
 from k3_jax.nn.mla import MLACache
 from k3_jax.nn.transformer import K3
+from k3_jax.parallel.context import cheapest_prefix, prefix_bytes
+from k3_jax.parallel.fragments import FRAGMENTS, Layout
 from k3_jax.train.optimizer import OptimizerRow, describe
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -108,3 +110,17 @@ def optimizer_rows(config: OptimizerConfig, model: K3Config, shapes: Shapes) -> 
     """The rule of every parameter, equal ones counted, in the order of the audit's parts."""
     parts = list(PARTS)
     return sorted(describe(config, model, shapes), key=lambda row: parts.index(part_of(row.name)))
+
+
+def context_traffic(mesh: MeshConfig, config: K3Config) -> list[dict[str, Any]]:
+    """For the axis over which rows are cut, if there is one: what a rank receives for one row and KDA layer, all its
+    heads, by each form of the states' prefix, and which one is taken."""
+    found, sizes = [], (config.kda.num_heads, config.kda.head_dim, config.kda.head_dim)
+    for axis, fragments in FRAGMENTS.items():
+        ranks = getattr(mesh, axis)
+        if ranks > 1:
+            layout = Layout(axis, ranks, fragments)
+            received = {form.__name__: count for form, count in prefix_bytes(layout, *sizes).items()}
+            chosen = cheapest_prefix(layout, *sizes).__name__
+            found.append({"axis": axis, "ranks": ranks, "fragments": layout.total, "chosen": chosen, **received})
+    return found

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from k3_jax.train.optimizer import OptimizerRow
 
 WIDTH = 132  # of tables where there is no terminal
-SECTIONS = ("parameters", "cache", "optimizer")
+SECTIONS = ("parameters", "cache", "context", "optimizer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--parameters", action="store_true", help="the number of parameters, by part")
     parser.add_argument("--cache", action="store_true", help="what a sequence keeps while it is decoded")
+    parser.add_argument("--context", action="store_true", help="how KDA states travel where rows are cut over ranks")
     parser.add_argument("--optimizer", action="store_true", help="the optimizer's rule for every parameter")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
@@ -66,6 +67,7 @@ def make_report(config: RunConfig, sections: Sequence[str]) -> dict[str, Any]:
     make = {
         "parameters": lambda: audit.count_parameters(config.model, shapes),
         "cache": lambda: audit.cache_sizes(model),
+        "context": lambda: audit.context_traffic(config.mesh, config.model),
         "optimizer": lambda: audit.optimizer_rows(config.optimizer, config.model, shapes),
     }
     return {name: make[name]() for name in sections}
@@ -112,6 +114,16 @@ def _cache_table(config: RunConfig, value: dict[str, Any]) -> Table:
     return table
 
 
+def _context_table(config: RunConfig, axes: list[dict[str, Any]]) -> Table:
+    """One row, or none where rows are whole."""
+    columns = ("axis", "prefix of KDA states", "ranks", "fragments of a row", "by all-gather", "by doubling")
+    table = _table(f"{config.name}: received by a rank for one row and KDA layer", *columns, text_columns=2)
+    for x in axes:
+        sizes = _size(x["by_gather"]), _size(x["by_doubling"])
+        table.add_row(x["axis"], x["chosen"], str(x["ranks"]), str(x["fragments"]), *sizes)
+    return table
+
+
 def _size(count: int) -> str:
     """Bytes in decimal units."""
     unit, factor = next((u, f) for u, f in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)) if count >= f or f == 1)
@@ -130,4 +142,9 @@ def _optimizer_table(config: RunConfig, rows: list["OptimizerRow"]) -> Table:
     return table
 
 
-_TABLES = {"parameters": _parameter_table, "cache": _cache_table, "optimizer": _optimizer_table}
+_TABLES = {
+    "parameters": _parameter_table,
+    "cache": _cache_table,
+    "context": _context_table,
+    "optimizer": _optimizer_table,
+}

@@ -19,9 +19,8 @@ from pallas_kernels.kda import kda_combine
 Map = tuple[Float[Array, "BF H K K"], Float[Array, "BF H K V"]]
 # run(q, k, v, g, beta, initial_state, segment_ids) -> (o, final_state): one of pallas_kernels.kda, its gate bound.
 Attend = Callable[..., tuple[Array, Array]]
-# Reading every fragment's map moves F (R - 1) of them, doubling rounds F (log2 (F R) + 1): up to so many ranks the
-# former is no more.
-FEW_RANKS = 4
+# (own, layout) -> states before each fragment and after all.
+Prefix = Callable[[Map, Layout], tuple[Array, Array]]
 
 
 def context_kda(
@@ -45,8 +44,7 @@ def context_kda(
     M, S = own_map(attend, q, k, v, g, beta, segment_ids)
     M, start = jnp.where(per_state(joined), M, 0.0), layout.each(initial_state)
     S = jnp.where(per_state(first), kda_combine((M, S), (M, start))[1], S)
-    rounds = by_gather if layout.ranks <= FEW_RANKS else by_doubling
-    before, after = rounds((M, S), layout)
+    before, after = cheapest_prefix(layout, *S.shape[1:])((M, S), layout)
     entry = jnp.where(per_state(first), start, jnp.where(per_state(joined), before, 0.0))
     o, _ = attend(q, k, v, g, beta, entry, segment_ids)
     return o, after
@@ -103,6 +101,19 @@ def of_last_live(x: Array, segment_ids: Int[Array, "BF t"], layout: Layout) -> A
 def _last(marks: Bool[Array, "B N"]) -> Int[Array, " B"]:
     """The last fragment that is marked; of no use where none is."""
     return marks.shape[1] - 1 - jnp.argmax(marks[:, ::-1], axis=1)
+
+
+def prefix_bytes(layout: Layout, heads: int, K: int, V: int) -> dict[Prefix, int]:
+    """What a rank receives, for one row and layer: everybody's maps, or runs of maps and then a state."""
+    distances = [2**i for i in range((layout.total - 1).bit_length())]
+    state, both = 4 * heads * K * V, 4 * heads * K * (K + V)
+    doubling = both * sum(map(layout.arrivals, distances)) + state * layout.arrivals(1)
+    return {by_gather: both * layout.fragments * (layout.ranks - 1), by_doubling: doubling}
+
+
+def cheapest_prefix(layout: Layout, heads: int, K: int, V: int) -> Prefix:
+    received = prefix_bytes(layout, heads, K, V)
+    return min(received, key=received.__getitem__)
 
 
 def by_doubling(own: Map, layout: Layout) -> tuple[Array, Array]:

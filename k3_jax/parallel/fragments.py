@@ -9,6 +9,7 @@ A batch is arranged once, where it enters the model (`arranged`); everything aft
 Inside jax.shard_map fragments are rows of their own, [B F, T / N, ...] on each rank.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import jax
@@ -74,6 +75,12 @@ class Layout:
         rank_of = {self.number(rank, to): rank for rank in range(self.ranks)}
         moved = ((rank, self.number(rank, slot) + by) for rank in range(self.ranks))
         return [(rank, rank_of[number]) for rank, number in moved if number in rank_of]
+
+    def arrivals(self, by: int) -> int:
+        """The most fragments that any rank gets from other ranks in `shift(x, by)`."""
+        slots = range(self.fragments)
+        routes = [route for slot in slots for to in slots for route in self._routes(slot, to, by)]
+        return max(Counter(to for source, to in routes if source != to).values(), default=0)
 
     def gather(self, x: Shaped[Array, "BF *r"]) -> Shaped[Array, "B N *r"]:
         """Of all fragments of a row, in its order."""

@@ -8,6 +8,7 @@ import pytest
 
 from k3_jax import audit
 from k3_jax.cli import main
+from k3_jax.config import MeshConfig
 from k3_jax.recipe import load_recipe
 from k3_jax.weights.names import text_parameters
 
@@ -107,10 +108,10 @@ def test_the_model_has_the_parameters_of_the_released_checkpoint(shapes):
     assert shapes == {parameter.name: parameter.shape for parameter in text_parameters(config)}
 
 
-def test_without_flags_all_three(plan):
+def test_without_flags_all_sections(plan):
     status, out, _ = plan("--config", "configs/tiny.py", "--json")
     assert status == 0
-    assert list(json.loads(out)) == ["parameters", "cache", "optimizer"]
+    assert list(json.loads(out)) == ["parameters", "cache", "context", "optimizer"]
 
 
 def test_tables_hold_the_numbers(plan):
@@ -164,3 +165,20 @@ def test_mistakes_are_one_line_and_exit_2(plan, arguments, message):
 def test_a_parameter_of_no_part_is_refused(name):
     with pytest.raises(ValueError, match="expected exactly one part"):
         audit.part_of(name)
+
+
+@pytest.mark.parametrize(
+    ("axis", "ranks", "chosen", "received"),
+    [("context", 2, "by_gather", 12_582_912), ("context", 64, "by_doubling", 81_788_928),
+     ("zigzag", 2, "by_gather", 25_165_824), ("zigzag", 64, "by_doubling", 176_160_768)],
+)  # fmt: skip
+def test_the_prefix_of_states_is_the_one_of_fewer_bytes(axis, ranks, chosen, received):
+    """A map of K3 is 12.6 MB."""
+    (row,) = audit.context_traffic(MeshConfig(**{axis: ranks}), load_recipe("configs/k3.py").model)
+    assert (row["axis"], row["ranks"], row["chosen"]) == (axis, ranks, chosen)
+    assert row[chosen] == received == min(row["by_gather"], row["by_doubling"])
+
+
+def test_the_prefix_in_words(plan):
+    out = plan("--config", "configs/tiny.py", "--context", "--set", "mesh.zigzag=64")[1]
+    assert "by_doubling" in out and "by_gather" not in out
