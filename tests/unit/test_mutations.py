@@ -133,9 +133,9 @@ def state_across_documents(*args, segment_ids, **kwargs):
     return kda_from_raw_gate(*args, segment_ids=one_document(segment_ids), **kwargs)
 
 
-def attention_across_documents(q_nope, q_pe, kv, k_pe, segment_ids, *, scale):
+def attention_across_documents(q_nope, q_pe, kv, k_pe, segment_ids, **options):
     """Only attention crosses."""
-    return attend(q_nope, q_pe, kv, k_pe, one_document(segment_ids), scale=scale)
+    return attend(q_nope, q_pe, kv, k_pe, one_document(segment_ids), **options)
 
 
 def latent_norm_of_other_epsilon(x, weight, eps):
@@ -163,9 +163,9 @@ def l2_epsilon_as_a_floor(x):
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6)
 
 
-def scale_of_the_latent(*arrays, scale):
+def scale_of_the_latent(*arrays, scale, start):
     """(C + R) ** -0.5, the width of the absorbed keys, instead of (N + R) ** -0.5."""
-    return attend(*arrays, scale=CONFIG.mla.cache_dim**-0.5)
+    return attend(*arrays, scale=CONFIG.mla.cache_dim**-0.5, start=start)
 
 
 short_conv, gated_rms_norm = kda.short_conv, kda.gated_rms_norm

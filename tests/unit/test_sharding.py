@@ -133,6 +133,18 @@ def test_loss_gradients_and_reports_are_those_of_one_device(name, one_device):
         np.testing.assert_allclose(jax.device_get(actual), wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data_context", "data_zigzag"])
+def test_logits_are_in_the_order_of_the_tokens(name, one_device):
+    model, (tokens, ids, _) = one_device[0], batch()
+    run = quick_jit(lambda model, *rows: model(*rows, dtype=jnp.float32))
+    expected = run(model, tokens, ids)
+    with jax.set_mesh(mesh_of(name)):
+        logits = run(shard(model), rows(tokens), rows(ids))
+    live = np.asarray(ids) >= 0
+    np.testing.assert_allclose(np.asarray(logits)[live], np.asarray(expected)[live], atol=1e-4)
+
+
 def test_parameters_are_sharded_by_the_table():
     with jax.set_mesh(mesh_of("data_fsdp_tensor")):
         layers = abstract_layers(abstract_model(CONFIG), CONFIG)
