@@ -3,7 +3,6 @@
 All meshes are Explicit: a value's type carries its sharding, so a wrong layout is an error while tracing.
 """
 
-import dataclasses
 import math
 
 import jax
@@ -21,7 +20,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     Raises ConfigError if the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = dataclasses.asdict(config)
+    sizes = config.axes()
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(devices) % fixed or (-1 not in sizes.values() and fixed != len(devices)):
         shape = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "1 device"

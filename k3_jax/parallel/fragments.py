@@ -101,10 +101,10 @@ class Layout:
         slots = [parts[:, ::-1, slot] if slot % 2 else parts[:, :, slot] for slot in range(self.fragments)]
         return jnp.concatenate(slots, axis=1).reshape(x.shape)
 
-    def held(self, x: Shaped[Array, "B T *r"]) -> Shaped[Array, "B t *r"]:
+    def held(self, x: Shaped[Array, "*b T"]) -> Shaped[Array, "*b t"]:
         """This rank's part of a whole row."""
-        parts = x.reshape(x.shape[0], self.total, -1, *x.shape[2:])[:, self.numbers(self.fragments)]
-        return parts.reshape(x.shape[0], -1, *x.shape[2:])
+        parts = x.reshape(*x.shape[:-1], self.total, -1)[..., self.numbers(self.fragments), :]
+        return parts.reshape(*x.shape[:-1], -1)
 
 
 def layout_in_use() -> Layout | None:
@@ -113,12 +113,13 @@ def layout_in_use() -> Layout | None:
     return Layout(axis, sharding.size_of("T"), FRAGMENTS[axis]) if axis else None
 
 
-def arranged(x: Shaped[Array, "B T"]) -> Shaped[Array, "B T"]:
-    """Rows in order -> as the ranks hold them."""
-    layout = layout_in_use()
+def arranged(x: Shaped[Array, "*m B T"]) -> Shaped[Array, "*m B T"]:
+    """Rows in order -> as the ranks hold them; of one micro-batch or of several."""
+    layout, micro_batches = layout_in_use(), "_" * (x.ndim - 2)
     if layout is None:
-        return sharding.place(x, sharding.active("BT"))
-    return sharding.local(layout.held, ("BS",), "BT")(sharding.place(x, sharding.active("BS")))
+        return sharding.place(x, sharding.active(f"{micro_batches}BT"))
+    x = sharding.place(x, sharding.active(f"{micro_batches}BS"))
+    return sharding.local(layout.held, (f"{micro_batches}BS",), f"{micro_batches}BT")(x)
 
 
 def whole(x: Shaped[Array, "B T *r"], letters: str) -> Shaped[Array, "B T *r"]:

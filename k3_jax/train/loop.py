@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from k3_jax import sharding
 from k3_jax.config import RunConfig
 from k3_jax.mesh import make_mesh
+from k3_jax.nn.layout import abstract_layers
 from k3_jax.nn.transformer import K3
 from k3_jax.overrides import to_json
 from k3_jax.train import ngram
@@ -46,7 +47,7 @@ def train(run: RunConfig, workdir: Path, init: Path | None = None) -> int:
     check_run(run, mesh, init)
     corpora = read_corpora(run)
     claim(workdir, run)
-    with locked(workdir), jax.set_mesh(mesh), Checkpoints(workdir, run.train.keep, run.model) as checkpoints:
+    with locked(workdir), jax.set_mesh(mesh), Checkpoints(workdir, run.train.keep) as checkpoints:
         state = restore_or_start(run, checkpoints, corpora[0], init)
         if int(state.step) >= run.train.steps:
             print(f"{workdir}: the run is finished (step {int(state.step)})", file=sys.stderr)
@@ -134,7 +135,7 @@ class Session:
         return step
 
     def announce(self, state: TrainState) -> None:
-        count = sum(x.size for x in jax.tree.leaves(state.model))
+        count = sum(x.size for x in abstract_layers(state.model, state.model.depth).values())
         self.reporter.say(
             f"{self.run.name}: {count:,} parameters, {self.train_corpus.tokens.size:,} training tokens, "
             f"step {int(state.step)}/{self.run.train.steps}; compiling"
