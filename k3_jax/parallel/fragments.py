@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from k3_jax import sharding
+from pallas_kernels.common.dispatch import on_tpu
 
 FRAGMENTS = {"context": 1, "zigzag": 2}
 
@@ -59,6 +60,8 @@ class Layout:
 
     def shift(self, x: Shaped[Array, "BF *r"], by: int) -> Shaped[Array, "BF *r"]:
         """The x of the fragment `by` places earlier in the row (later, if negative); zeros where there is none."""
+        if not on_tpu():
+            return self._look_up(x, by)
         rows = x.reshape(-1, self.fragments, *x.shape[1:])
         return jnp.stack([self._arrive(rows, slot, by) for slot in range(self.fragments)], axis=1).reshape(x.shape)
 
@@ -69,6 +72,14 @@ class Layout:
             if routes := self._routes(slot, to, by):
                 found = found + jax.lax.ppermute(rows[:, slot], self.axis, routes)
         return found
+
+    def _look_up(self, x, by: int):
+        """`shift` without ppermute, for which XLA:CPU waits for all devices, though other stages of a pipeline may be
+        elsewhere in the program."""
+        source, row = self.numbers(len(x)) - by, jnp.arange(len(x)) // self.fragments
+        there = ((source >= 0) & (source < self.total)).reshape(-1, *(1,) * (x.ndim - 1))
+        found = self.gather(x)[row, jnp.clip(source, 0, self.total - 1)]
+        return jnp.where(there, found, jnp.zeros_like(found))
 
     def _routes(self, slot: int, to: int, by: int) -> list[tuple[int, int]]:
         """(from, to) ranks of the fragments that move from one slot to another."""

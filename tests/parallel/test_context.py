@@ -10,12 +10,18 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from k3_jax.parallel import context
+from k3_jax.parallel import context, fragments
 from k3_jax.parallel.fragments import FRAGMENTS, Layout
 from pallas_kernels.common.testing import assert_close, assert_gradients_close, outputs_and_gradients, relative_rms
 from pallas_kernels.kda import chunk_kda
 
 B, T, H, HV, K, V = 2, 96, 1, 2, 8, 6
+
+
+@pytest.fixture(autouse=True)
+def sent_as_on_a_tpu(monkeypatch):
+    """By ppermute."""
+    monkeypatch.setattr(fragments, "on_tpu", lambda: True)
 
 
 def ids_of(kind: str) -> np.ndarray:

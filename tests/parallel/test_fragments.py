@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from k3_jax.config import ConfigError, MeshConfig
 from k3_jax.mesh import make_mesh
+from k3_jax.parallel import fragments
 from k3_jax.parallel.fragments import FRAGMENTS, Layout, arranged, whole
 
 RANKS = [1, 2, 3, 8]
@@ -37,7 +38,9 @@ def test_zigzag_balances_causal_attention(ranks):
 
 @pytest.mark.parametrize("axis", FRAGMENTS)
 @pytest.mark.parametrize("by", [-3, -1, 1, 2, 5, 16])
-def test_shift(axis, by):
+@pytest.mark.parametrize("tpu", [False, True])
+def test_shift(tpu, axis, by, monkeypatch):
+    monkeypatch.setattr(fragments, "on_tpu", lambda: tpu)
     layout = Layout(axis, 8, FRAGMENTS[axis])
     N, mesh = layout.total, jax.make_mesh((8,), (axis,))
 
