@@ -308,10 +308,49 @@ class ContextStage:
 
 
 @dataclass(frozen=True)
+class Quantize:
+    """To FP8 (E4M3) with a float32 scale for every 128 numbers: half the bytes of bfloat16, about 3 % error."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """To the host's memory and back."""
+
+
+# Tensors of a layer that its backward pass needs, and where they come from in the forward pass.
+ACTIVATIONS = {
+    "layer_input": "the running sum before the layer; always kept, from it all others are computed",
+    "kda_qkv": "KDA's projections before their convolutions",
+    "kda_output": "what the delta rule gives, before gate and norm",
+    "mla_latent": "keys and values of MLA, 576 numbers per token",
+    "mla_query": "MLA's normalised queries of rank q_lora_rank",
+    "mla_output": "what attention gives, before the gate",
+    "moe_latent": "the input of the experts",
+    "moe_output": "the sum over the experts: with it their products and exchanges are not done again",
+    "ffn_hidden": "the hidden layer of the dense FFN or of the shared experts",
+}
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A tensor of every layer that has it, by its name in ACTIVATIONS, stays from the forward to the backward pass,
+    `through` these transformations; all others are computed again."""
+
+    name: str
+    through: tuple[Quantize | Offload, ...] = ()
+
+    def __post_init__(self):
+        _require(self.name in ACTIVATIONS, "Keep.name", self.name, "one of " + ", ".join(ACTIVATIONS))
+        steps = [type(step) for step in self.through]
+        ok = steps in ([], [Quantize], [Offload], [Quantize, Offload])
+        _require(ok, "Keep.through", self.through, "(), (Quantize(),), (Offload(),) or (Quantize(), Offload())")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The loop. `max_bad_steps` non-finite steps in a row end the run. `loss_chunk` is in tokens per row.
 
-    `z_loss`: weight of the squared log-partition; K3 uses none.
+    `z_loss`: weight of the squared log-partition; K3 uses none. `activations`: what layers keep for the backward pass.
     """
 
     steps: int
@@ -327,6 +366,7 @@ class TrainConfig:
     z_loss: float = 0.0
     max_bad_steps: int = 5
     context_stages: tuple[ContextStage, ...] = ()
+    activations: tuple[Keep, ...] = ()
 
     def __post_init__(self):
         _require_positive(
@@ -347,6 +387,8 @@ class TrainConfig:
         _require(0 <= self.z_loss < math.inf, "TrainConfig.z_loss", self.z_loss, "a finite number >= 0")
         starts = [stage.start for stage in self.context_stages]
         _require(starts == sorted(set(starts)), "TrainConfig.context_stages", starts, "increasing starts")
+        names = [keep.name for keep in self.activations]
+        _require(len(names) == len(set(names)), "TrainConfig.activations", names, "each name once")
 
 
 @dataclass(frozen=True)

@@ -125,10 +125,10 @@ def outputs_of(model: K3, tokens, segment_ids=None):
     """float32 logits, and the running sum after every layer [L, B, T, D]: what enters the next one, and the last."""
     sums = []
 
-    def keep_inputs(layers, groups, numbers, r, segment_ids):
+    def keep_inputs(layers, policy, groups, numbers, r, segment_ids):
         bank = depth.empty_bank(r, layers.config)
-        r, bank, reports, inputs = depth.forward(layers, groups, numbers, r, bank, segment_ids)
-        sums.extend(x for runs in inputs for x in _in_order(runs))
+        r, bank, reports, kept = depth.forward(layers, policy, groups, numbers, r, bank, segment_ids)
+        sums.extend(x for runs in kept for x in _in_order([run["layer_input"] for run in runs]))
         sums.append(r[None])
         return r, bank, reports
 

@@ -4,6 +4,8 @@
 bank is append-only and a layer reads only the rows that existed before it, so the final bank serves every layer: the
 backward pass recomputes each layer from its saved input r and that one bank.
 
+What else is kept of a layer, and in what form, is up to the policy (`activations`).
+
 Layers come as the stacks of a `Depth`, with the number of the layer in each place.
 """
 
@@ -14,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from k3_jax import sharding
-from k3_jax.config import K3Config
+from k3_jax.config import K3Config, Keep
+from k3_jax.nn.activations import Policy, named, recording, replaying, restore
 from k3_jax.nn.block import Block
 from k3_jax.nn.grouping import Depth
 
@@ -56,41 +59,60 @@ def _where_present(layer):
     return lambda carry, x: jax.lax.cond(x[0] >= 0, layer, skip, carry, x)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+INPUT = Keep("layer_input")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def run_layers(
-    depth: Depth, groups: Groups, numbers: Numbers, r: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
+    depth: Depth,
+    policy: Policy,
+    groups: Groups,
+    numbers: Numbers,
+    r: Float[Array, "B T D"],
+    segment_ids: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T D"], Bank, list]:
     """All layers. Returns the running sum, the bank, and each run's reports stacked [repeat, count, ...].
 
     Reports (router statistics, AttnRes entropies) carry no gradient: K3 has no auxiliary loss.
     """
-    return forward(depth, groups, numbers, r, empty_bank(r, depth.config), segment_ids)[:3]
+    return forward(depth, policy, groups, numbers, r, empty_bank(r, depth.config), segment_ids)[:3]
 
 
-def forward(depth: Depth, groups: Groups, numbers: Numbers, r, bank: Bank, segment_ids):
-    """(running sum, bank, reports, inputs r of every layer) of layers that find `bank` as those before them left it."""
+def forward(depth: Depth, policy: Policy, groups: Groups, numbers: Numbers, r, bank: Bank, segment_ids):
+    """(running sum, bank, reports, what is kept of every layer) of layers that find `bank` as those before left it."""
+    policy = _with_input(policy)
 
     def layer(carry, x):
         r, bank = carry
         index, block = x
         bank = _push(bank, r, index, depth.config)
-        r_next, report = block(index, r, bank, segment_ids)
-        return (r_next, bank), (r, report)
+        with recording(policy) as kept:
+            r_next, report = block(index, named(INPUT.name, r), bank, segment_ids)
+        return (r_next, bank), (kept, report)
 
     (r, bank), outputs = _scan(depth, layer, (r, bank), _zip(numbers, groups))
-    inputs = [[r_in for r_in, _ in runs] for runs in outputs]
-    return r, bank, [[report for _, report in runs] for runs in outputs], inputs
+    kept, reports = ([[run[i] for run in runs] for runs in outputs] for i in range(2))
+    return r, bank, reports, kept
 
 
-def backward(depth: Depth, groups: Groups, numbers: Numbers, bank: Bank, inputs: list, segment_ids, dr, dbank):
+def _with_input(policy: Policy) -> Policy:
+    return policy if INPUT.name in {keep.name for keep in policy} else (*policy, INPUT)
+
+
+def backward(
+    depth: Depth, policy: Policy, groups: Groups, numbers: Numbers, bank: Bank, kept: list, segment_ids, dr, dbank
+):
     """Gradients of the blocks, of the input r and of the bank that `forward` found, in float32; those of rows that it
     wrote itself are zero. `bank` is the one that it left, `dbank` its cotangent."""
-    S = depth.config.attn_res_block
+    policy, S = _with_input(policy), depth.config.attn_res_block
+    (of_input,) = (keep for keep in policy if keep.name == INPUT.name)
 
     def layer(carry, x):
         dr, dbank = carry
-        index, block, r = x
-        _, vjp = jax.vjp(lambda block, r, bank: block(index, r, bank, segment_ids)[0], block, r, bank)
+        index, block, kept = x
+        r = restore(of_input, kept[INPUT.name], dr.dtype)
+        with replaying(policy, kept):
+            _, vjp = jax.vjp(lambda block, r, bank: block(index, r, bank, segment_ids)[0], block, r, bank)
         dblock, dr, dbank_here = vjp(dr)
         dbank = dbank + dbank_here.astype(jnp.float32)
         # Undo the push: what later layers wanted of this row goes to r.
@@ -100,7 +122,7 @@ def backward(depth: Depth, groups: Groups, numbers: Numbers, bank: Bank, inputs:
         dbank = jax.lax.dynamic_update_index_in_dim(dbank, jnp.where(first, 0, wanted), row, 0)
         return (dr, dbank), dblock
 
-    layers = _zip(numbers, groups, inputs)
+    layers = _zip(numbers, groups, kept)
     (dr, dbank), dgroups = _scan(depth, layer, (dr, dbank.astype(jnp.float32)), layers, reverse=True)
     return dgroups, dr, dbank
 
@@ -116,14 +138,15 @@ def _push(bank, r, index, config: K3Config):
     return jax.lax.dynamic_update_index_in_dim(bank, new, row, 0)
 
 
-def _run_layers_fwd(depth, groups, numbers, r, segment_ids):
-    r, bank, reports, inputs = forward(depth, groups, numbers, r, empty_bank(r, depth.config), segment_ids)
-    return (r, bank, reports), (groups, numbers, bank, inputs, segment_ids)
+def _run_layers_fwd(depth, policy, groups, numbers, r, segment_ids):
+    bank = empty_bank(r, depth.config)
+    r, bank, reports, kept = forward(depth, policy, groups, numbers, r, bank, segment_ids)
+    return (r, bank, reports), (groups, numbers, bank, kept, segment_ids)
 
 
-def _run_layers_bwd(depth, saved, cotangents):
+def _run_layers_bwd(depth, policy, saved, cotangents):
     dr, dbank, _ = cotangents
-    dgroups, dr, _ = backward(depth, *saved, dr, dbank)
+    dgroups, dr, _ = backward(depth, policy, *saved, dr, dbank)
     # The bank starts as 0 * r: its remaining cotangent is dropped.
     return dgroups, None, dr, None
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from k3_jax import sharding
 from k3_jax.config import K3Config
+from k3_jax.nn.activations import named
 from k3_jax.nn.init import normal, ones, uniform, zeros
 from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import gated_rms_norm, l2_norm
@@ -97,7 +98,7 @@ class KDA(nnx.Module):
         """The layer's output and the state after the row. A change of `segment_ids` resets both kinds of state;
         negative ids are padding, which touches neither."""
         head = partial(project, "btd,dhk->bthk", x, letters="DHK", out="BTHK")
-        u = jnp.stack([head(self.q), head(self.k), head(self.v)], axis=2)
+        u = named("kda_qkv", jnp.stack([head(self.q), head(self.k), head(self.v)], axis=2))
         z = project("btr,rhk->bthk", project("btd,dr->btr", x, self.f_a, "D_", "BT_"), self.f_b, "_HK", "BTHK")
         beta = jax.nn.sigmoid(project("btd,dh->bth", x, self.b, "DH", "BTH").astype(jnp.float32))
         weights = (self.q_conv[...], self.k_conv[...], self.v_conv[...], self.A_log[...], self.dt_bias[...])
@@ -107,7 +108,7 @@ class KDA(nnx.Module):
             ("BTHK", KDAState("BHKV", "BW_HK")),
         )
         o, state = mix(u, z, beta, segment_ids, state, weights)
-        y = gated_rms_norm(o, head(self.g), self.o_norm[...], self.config.norm_eps)
+        y = gated_rms_norm(named("kda_output", o), head(self.g), self.o_norm[...], self.config.norm_eps)
         return project("bthk,hkd->btd", y, self.o, "HKD", "BTD"), state
 
 

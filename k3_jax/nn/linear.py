@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from k3_jax import sharding
 from k3_jax.config import K3Config
+from k3_jax.nn.activations import named
 from k3_jax.nn.init import Init, normal
 from k3_jax.sharding import precision
 
@@ -46,5 +47,5 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate = project("btd,df->btf", x, self.gate, "DF", "BTF")
         up = project("btd,df->btf", x, self.up, "DF", "BTF")
-        hidden = situ(gate, up, self.config.situ_beta, self.config.situ_linear_beta)
+        hidden = named("ffn_hidden", situ(gate, up, self.config.situ_beta, self.config.situ_linear_beta))
         return project("btf,fd->btd", hidden, self.down, "FD", "BTD")

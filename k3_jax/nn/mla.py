@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from k3_jax import sharding
 from k3_jax.config import K3Config
+from k3_jax.nn.activations import named
 from k3_jax.nn.init import normal, ones
 from k3_jax.nn.linear import param, project
 from k3_jax.nn.norm import rms_norm
@@ -64,7 +65,7 @@ class MLA(nnx.Module):
         )
         kv_b = sharding.use(self.kv_b[...], "LH_", x.dtype)
         o, peak = attend(*self._query(x), self._latent(x), kv_b, segment_ids)
-        return self._output(x, o), peak
+        return self._output(x, named("mla_output", o)), peak
 
     def extend(
         self, x: Float[Array, "B T D"], valid: Int[Array, "B T"], start: Int[Array, " B"], cache: MLACache
@@ -94,6 +95,7 @@ class MLA(nnx.Module):
         q = rms_norm(
             project("btd,dq->btq", x, self.q_a, "D_", "BT_"), self.q_a_norm[...], self.config.mla.latent_norm_eps
         )
+        q = named("mla_query", q)
         weights = jnp.split(self.q_b[...], [self.config.mla.qk_nope_head_dim], axis=-1)
         nope, pe = (project("btq,qhk->bthk", q, weight, "LH_", "BTH_") for weight in weights)
         return nope, pe
@@ -103,7 +105,7 @@ class MLA(nnx.Module):
         C = self.config.mla.kv_lora_rank
         a = project("btd,dc->btc", x, self.kv_a, "D_", "BT_")
         c = rms_norm(a[..., :C], self.kv_a_norm[...], self.config.mla.latent_norm_eps)
-        return jnp.concatenate([c, a[..., C:]], axis=-1)
+        return named("mla_latent", jnp.concatenate([c, a[..., C:]], axis=-1))
 
     def _output(self, x: Float[Array, "B T D"], o: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
         gate = jax.nn.sigmoid(project("btd,dhv->bthv", x, self.g, "DHV", "BTHV"))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from k3_jax import sharding
 from k3_jax.config import K3Config, MoEConfig
+from k3_jax.nn.activations import named
 from k3_jax.nn.balance import expert_load, histogram
 from k3_jax.nn.init import normal, ones, zeros
 from k3_jax.nn.linear import MLP, param, project, situ
@@ -49,7 +50,7 @@ class LatentMoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], RouterStats]:
         """up(rms(sum_j p_j E_j(down x))) + shared(x). Padding (ids < 0) is left out of the counts."""
         p, chosen, stats = self.route(x, segment_ids)
-        z = project("btd,dl->btl", x, self.latent_down, "D_", "BT_")
+        z = named("moe_latent", project("btd,dl->btl", x, self.latent_down, "D_", "BT_"))
         weights = tuple(
             sharding.use(w[...], letters, x.dtype)
             for w, letters in ((self.w1, "ELF"), (self.w3, "ELF"), (self.w2, "EFL"))
@@ -57,7 +58,7 @@ class LatentMoE(nnx.Module):
         experts = sharding.local(
             partial(experts_of, config=self.config), ("BT_", "BT_", "BT_", ("ELF", "ELF", "EFL")), "BT_"
         )
-        u = experts(z, p, chosen, weights).astype(x.dtype)
+        u = named("moe_output", experts(z, p, chosen, weights).astype(x.dtype))
         u = rms_norm(u, self.latent_norm[...], self.config.norm_eps)
         return project("btl,ld->btd", u, self.latent_up, "_D", "BTD") + self.shared(x), stats
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from k3_jax import sharding
 from k3_jax.config import ConfigError, K3Config
 from k3_jax.nn import kda, mla
+from k3_jax.nn.activations import Policy
 from k3_jax.nn.attn_res import AttnRes, empty_summary, merge, mix
 from k3_jax.nn.block import Block, Kind
 from k3_jax.nn.depth import run_layers, run_layers_cached
@@ -71,13 +72,16 @@ class K3(nnx.Module):
         h, _ = self.hidden(arranged(tokens), arranged(segment_ids), dtype)
         return whole(self.logits(h), "BSO")
 
-    def hidden(self, tokens, segment_ids=None, dtype=jnp.bfloat16) -> tuple[Float[Array, "B T D"], list]:
+    def hidden(
+        self, tokens, segment_ids=None, dtype=jnp.bfloat16, policy: Policy = ()
+    ) -> tuple[Float[Array, "B T D"], list]:
         """The final normed state, and each run's reports. Segments: a change resets, < 0 is padding. Rows are as
-        `parallel.fragments.arranged` makes them."""
+        `parallel.fragments.arranged` makes them. `policy`: what layers keep for their backward pass."""
         tokens = sharding.place(tokens, sharding.active("BT"))
         segment_ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
         segment_ids = sharding.place(segment_ids, sharding.active("BT"))
-        r, bank, reports = run_layers(self.depth, *self._layers(), self.embedding(tokens, dtype), segment_ids)
+        r = self.embedding(tokens, dtype)
+        r, bank, reports = run_layers(self.depth, policy, *self._layers(), r, segment_ids)
         return self.read_out(r, bank), reports
 
     def read_out(self, r: Float[Array, "B T D"], bank: Float[Array, "N B T D"]) -> Float[Array, "B T D"]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from k3_jax import sharding
 from k3_jax.parallel.fragments import Layout
 from pallas_kernels.common.dispatch import vary_alike
 from pallas_kernels.kda import kda_combine
@@ -112,6 +113,8 @@ def prefix_bytes(layout: Layout, heads: int, K: int, V: int) -> dict[Prefix, int
 
 
 def cheapest_prefix(layout: Layout, heads: int, K: int, V: int) -> Prefix:
+    if sharding.pipe_size() > 1:  # a shift would be a gather (`Layout.shift`)
+        return by_gather
     received = prefix_bytes(layout, heads, K, V)
     return min(received, key=received.__getitem__)
 

@@ -60,7 +60,7 @@ class Layout:
 
     def shift(self, x: Shaped[Array, "BF *r"], by: int) -> Shaped[Array, "BF *r"]:
         """The x of the fragment `by` places earlier in the row (later, if negative); zeros where there is none."""
-        if not on_tpu():
+        if sharding.pipe_size() > 1 or not on_tpu():
             return self._look_up(x, by)
         rows = x.reshape(-1, self.fragments, *x.shape[1:])
         return jnp.stack([self._arrive(rows, slot, by) for slot in range(self.fragments)], axis=1).reshape(x.shape)
@@ -74,8 +74,8 @@ class Layout:
         return found
 
     def _look_up(self, x, by: int):
-        """`shift` without ppermute, for which XLA:CPU waits for all devices, though other stages of a pipeline may be
-        elsewhere in the program."""
+        """`shift` without ppermute, for which XLA:CPU waits for all devices: of which, on a pipeline, some may be in
+        another branch of the program."""
         source, row = self.numbers(len(x)) - by, jnp.arange(len(x)) // self.fragments
         there = ((source >= 0) & (source < self.total)).reshape(-1, *(1,) * (x.ndim - 1))
         found = self.gather(x)[row, jnp.clip(source, 0, self.total - 1)]

@@ -215,12 +215,20 @@ class Rank:
         return jax.lax.cond(busy, differentiate, rest)
 
     def differentiate(self, stage: Stage, bank: Rows, returned: Rows) -> Found:
-        r, bank, reports, inputs = self.through(stage, bank)
+        r, bank, reports, kept = self.through(stage, bank)
         total, dends, dr, dbank = jax.lax.cond(
             stage.last, partial(self.of_loss, stage.micro), partial(self.of_message, stage), r, bank, returned
         )
         dblocks, dr, dbank = layers.backward(
-            self.depth, stage.blocks, stage.numbers, bank, inputs, stage.micro.segment_ids, dr, dbank
+            self.depth,
+            self.run.train.activations,
+            stage.blocks,
+            stage.numbers,
+            bank,
+            kept,
+            stage.micro.segment_ids,
+            dr,
+            dbank,
         )
         dbank = pipeline.write(dbank, stage.row[None], dr[None])
         return Found(total, dends, _float32(dblocks), reports, dbank)
@@ -254,9 +262,10 @@ class Rank:
         return ends.embedding(micro.tokens, jnp.dtype(self.run.train.compute_dtype))
 
     def through(self, stage: Stage, bank: Rows):
-        """(r, bank, reports, inputs) of the stage's layers."""
+        """(r, bank, reports, what is kept) of the stage's layers."""
         r = pipeline.row_of(bank, stage.row)
-        return layers.forward(self.depth, stage.blocks, stage.numbers, r, bank, stage.micro.segment_ids)
+        policy = self.run.train.activations
+        return layers.forward(self.depth, policy, stage.blocks, stage.numbers, r, bank, stage.micro.segment_ids)
 
     def nats_of_stage(self, stage: Stage, bank: Rows) -> Float[Array, ""]:
         return self.nats(stage.micro, self.ends, *self.through(stage, bank)[:2])

@@ -101,8 +101,9 @@ def one_after_the_other(run: RunConfig, model: K3, batch: Batch) -> tuple[jax.Ar
 
 
 def sum_of_nats(run: RunConfig, model: K3, micro: Batch) -> tuple[jax.Array, Reports]:
-    h, reports = model.hidden(micro.tokens, micro.segment_ids, jnp.dtype(run.train.compute_dtype))
-    return next_token_loss(model, h, micro.tokens, micro.loss_mask, run.train.loss_chunk, run.train.z_loss)[0], reports
+    train = run.train
+    h, reports = model.hidden(micro.tokens, micro.segment_ids, jnp.dtype(train.compute_dtype), train.activations)
+    return next_token_loss(model, h, micro.tokens, micro.loss_mask, train.loss_chunk, train.z_loss)[0], reports
 
 
 def keep(good: jax.Array, new, old):

@@ -1,5 +1,6 @@
 """What a training step finds on a mesh: loss, gradients by name, router counts and biases by layer."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from k3_jax import sharding
-from k3_jax.config import K3Config, MeshConfig
+from k3_jax.config import K3Config, Keep, MeshConfig
 from k3_jax.mesh import make_mesh
 from k3_jax.nn import layout
 from k3_jax.nn.transformer import K3
@@ -50,9 +51,12 @@ def make(config: K3Config, interleave: int, seed: int) -> K3:
     return jax.jit(lambda named: layout.from_layers(named, like, like.depth))(named)
 
 
-def outcome(config: K3Config, mesh: MeshConfig, batch: Batch, seed: int = 5) -> Outcome:
+def outcome(
+    config: K3Config, mesh: MeshConfig, batch: Batch, seed: int = 5, activations: tuple[Keep, ...] = ()
+) -> Outcome:
     """On as many of the fake devices as the mesh needs."""
     run = run_of(config, mesh)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, activations=activations))
     devices = jax.devices()[: int(np.prod(list(mesh.axes().values())))]
     with jax.set_mesh(make_mesh(mesh, devices)):
         model = make(config, mesh.interleave, seed)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from k3_jax.config import MeshConfig
+from k3_jax.config import Keep, MeshConfig
 from tests.models import tiny_config
 from tests.parallel.outcome import Outcome, assert_same, outcome, packed
 
@@ -64,6 +64,25 @@ def test_meshes_hold_every_pair_of_axes():
 )
 def test_step_is_that_of_one_device(sizes, one_device):
     assert_same(outcome(CONFIG, MeshConfig(**sizes), BATCH), one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"fsdp": 2, "tensor": 2}, "layer_input"),
+        ({"data": 2, "pipe": 2}, "moe_output"),
+        ({"expert": 2, "tensor": 2}, "moe_output"),
+        ({"context": 2, "fsdp": 2}, "kda_qkv"),
+        ({"pipe": 2, "expert": 2, "context": 2}, "kda_output"),
+        ({"zigzag": 2, "expert": 2}, "mla_latent"),
+    ],
+    ids=str,
+)
+def test_whatever_is_kept_and_however_many_micro_batches(sizes, name, micro_batches, one_device):
+    batch = jax.tree.map(lambda x: x.reshape(micro_batches, -1, x.shape[-1]), BATCH)
+    assert_same(outcome(CONFIG, MeshConfig(**sizes), batch, activations=(Keep(name),)), one_device)
 
 
 def test_accumulation_leaves_counts_and_biases_bit_identical(one_device):

@@ -63,7 +63,7 @@ def test_gradients_are_those_of_plain_autodiff():
     segment_ids = jnp.asarray([[0] * 7, [0] * 3 + [1] * 2 + [-1] * 2], jnp.int32)
 
     def objective(run, model, r):
-        r, bank = run(model.depth, *model._layers(), r, segment_ids)[:2]
+        r, bank = run(model.depth, (), *model._layers(), r, segment_ids)[:2]
         return jnp.sum(r * dr) + jnp.sum(bank * dbank), r
 
     def gradients(run):
@@ -80,8 +80,8 @@ def test_gradients_are_those_of_plain_autodiff():
     assert not np.any(actual["layers.0.attn_res.query"])
 
 
-def plain_forward(layers, groups, numbers, r, segment_ids):
-    return depth.forward(layers, groups, numbers, r, depth.empty_bank(r, layers.config), segment_ids)
+def plain_forward(layers, policy, groups, numbers, r, segment_ids):
+    return depth.forward(layers, policy, groups, numbers, r, depth.empty_bank(r, layers.config), segment_ids)
 
 
 def residual_sizes(run, config):
@@ -91,7 +91,7 @@ def residual_sizes(run, config):
     groups, numbers = abstract_model(config)._layers()
 
     def vjp(groups, r, ids):
-        return jax.vjp(lambda groups, r: run(Depth(config), groups, numbers, r, ids)[:2], groups, r)[1]
+        return jax.vjp(lambda groups, r: run(Depth(config), (), groups, numbers, r, ids)[:2], groups, r)[1]
 
     parameters = {x.shape for x in jax.tree.leaves(groups)}
     kept = jax.tree.leaves(jax.eval_shape(vjp, groups, r, ids))
