@@ -1,6 +1,6 @@
 """One table: logical letter -> mesh axes. Everything that is sharded is sharded by a string of these letters.
 
-Weights are stored by `STORED` and gathered over `fsdp` where they are used (`use`); activations follow `ACTIVE`.
+Weights are stored by `STORED` and gathered where they are used (`use`); activations follow `ACTIVE`.
 `local` runs a function on each device's own shard. Without a mesh (`jax.set_mesh`) all of them do nothing, so that
 a layer works alone on one device. Letters that are in no table (K, V, L, ...) are never sharded.
 """
@@ -19,7 +19,7 @@ Axes = tuple[str, ...]
 
 # Letters of a stored weight.          D: model width, O: vocabulary, H: heads, F: inner width, E: experts
 STORED: dict[str, Axes] = {
-    "D": ("fsdp",),
+    "D": ("fsdp", "expert"),  # of all that is not an expert: 57B of K3's parameters, and their optimizer state
     "L": ("fsdp",),
     "O": ("tensor",),
     "H": ("tensor",),
@@ -88,7 +88,7 @@ def reshape(x: jax.Array, shape: tuple[int, ...], letters: str) -> jax.Array:
 
 
 def use(weight: jax.Array, letters: str, dtype: DTypeLike) -> jax.Array:
-    """A stored weight, cast and gathered over `fsdp` for one use; the gradient is summed in `dtype`, then scattered."""
+    """A stored weight, cast and gathered for one use; the gradient is summed in `dtype`, then scattered."""
     return place(weight.astype(dtype), active(letters))
 
 

@@ -113,9 +113,11 @@ def check_splits(model: K3Config, mesh: jax.sharding.Mesh) -> None:
     if model.moe:
         sizes += [("E", "moe.num_experts"), ("L", "moe.latent_dim"), ("F", "moe.expert_dim"), ("F", "moe.shared_dim")]
     for letter, name in sizes:
-        (axis,), size = sharding.STORED[letter], attrgetter(name)(model)
-        if size % mesh.shape[axis]:
-            raise ConfigError(f"model.{name} = {size}: expected a multiple of mesh.{axis} = {mesh.shape[axis]}")
+        axes, size = sharding.STORED[letter], attrgetter(name)(model)
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        if size % shards:
+            named = " x ".join(f"mesh.{axis}" for axis in axes)
+            raise ConfigError(f"model.{name} = {size}: expected a multiple of {named} = {shards}")
 
 
 def read_corpora(run: RunConfig) -> tuple[Corpus, Corpus]:
