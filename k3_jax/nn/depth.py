@@ -135,7 +135,9 @@ def _run_layers_bwd(config, saved, cotangents):
 
     def layer(carry, x):
         dr, dbank = carry
-        index, block, r = x
+        # Nothing of a layer before the gradient has come to it: XLA would recompute several layers, or keep gathered
+        # weights since the forward pass.
+        index, block, r, dr = jax.lax.optimization_barrier((*x, dr))
         _, vjp = jax.vjp(lambda block, r, bank: block(index, r, bank, segment_ids)[0], block, r, bank)
         dblock, dr, dbank_here = vjp(dr)
         dbank = dbank + dbank_here.astype(jnp.float32)
