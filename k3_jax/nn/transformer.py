@@ -81,7 +81,7 @@ class K3(nnx.Module):
 
     def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T O"]:
         """float32 sums of products in h's dtype: rounding logits to bfloat16 would cost 0.02 nats per token."""
-        head = sharding.use(self.lm_head[...], "DO", h.dtype)
+        head = sharding.use(self.lm_head[...], "DO", h.dtype, "BTO")
         return sharding.einsum(
             "btd,do->bto", h, head, out="BTO", precision=precision(h.dtype), preferred_element_type=jnp.float32
         )

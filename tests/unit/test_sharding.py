@@ -144,7 +144,7 @@ def test_every_matrix_is_sharded():
 
 
 def test_letters():
-    assert sharding.stored("DHK") == PartitionSpec("fsdp", "tensor", None)
+    assert sharding.stored("DHK") == PartitionSpec(("fsdp", "expert"), "tensor", None)
     assert sharding.active("DHK") == PartitionSpec(None, "tensor", None)
     assert sharding.active("BTD") == PartitionSpec(("data", "fsdp", "expert"), None, None)
     with pytest.raises(ConfigError, match="used twice"):
