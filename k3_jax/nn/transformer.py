@@ -75,7 +75,7 @@ class K3(nnx.Module):
         return rms_norm(h, self.norm[...], self.config.norm_eps), reports
 
     def embedding(self, tokens: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
-        table = sharding.place(self.embed[...], sharding.active("O_"))
+        table = sharding.use(self.embed[...], "OD", self.embed.dtype, "BTD")
         out = sharding.active("BTD") if sharding.has_mesh() else None
         return table.at[tokens].get(out_sharding=out).astype(dtype)
 
