@@ -7,23 +7,31 @@ given; latencies and contention for HBM are left out.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pallas_kernels.common.aot import COLLECTIVES
 from pallas_kernels.common.hlo import Computation, Op, flops, hbm_bytes, read_hlo
 from pallas_kernels.common.tpu import Chip
+from pallas_kernels.common.traffic import trips
+
+# (op, its computation, all of them) -> bytes that a device sends in a collective, and the seconds that takes; zeros for
+# those that are left out.
+Cost = Callable[[Op, Computation, dict[str, Computation]], tuple[float, float]]
 
 
 @dataclass
 class Replay:
-    """Seconds of the TensorCore's ops, of transfers, and of waiting for them; bytes sent, and of those covered."""
+    """Seconds of the TensorCore's ops, of transfers, and of waiting for them; bytes sent, and of those covered, the
+    others by kind of collective."""
 
     compute: float = 0.0
     transfer: float = 0.0
     exposed: float = 0.0
     sent: float = 0.0
     covered: float = 0.0
+    bare: Counter[str] = field(default_factory=Counter)
     products: int = 0  # operations of matrix products so far
     links_free: float = 0.0
     pending: dict[str, tuple[float, int, float]] = field(default_factory=dict)  # end, products at the start, bytes
@@ -50,39 +58,42 @@ class Replay:
         return 1 - self.exposed / self.transfer if self.transfer else 1.0
 
 
-def replay(text: str, chip: Chip, link_bandwidth: float, sent: Callable[[Op], float]) -> Replay:
-    """`link_bandwidth` in bytes per second and device; `sent` is the bytes that a device sends in a collective, 0 for
-    those that are left out. Loops run once."""
+def replay(text: str, chip: Chip, cost: Cost) -> Replay:
+    """Of HLO text. Loops run as often as their conditions say, once where these depend on data."""
     computations = read_hlo(text)
     (entry,) = re.findall(r"^ENTRY %([\w.\-]+) ", text, re.MULTILINE)
     state = Replay()
-    _run(computations[entry], computations, chip, lambda op: (sent(op), sent(op) / link_bandwidth), state)
+    _run(computations[entry], computations, chip, cost, state)
     return state
 
 
-def _run(inside: Computation, computations, chip: Chip, cost, state: Replay) -> None:
+def _run(inside: Computation, computations, chip: Chip, cost: Cost, state: Replay) -> None:
     for op in inside.values():
         if op.opcode == "while":
             body = re.search(r"body=%([\w.\-]+)", op.rest)[1]
-            _run(computations[body], computations, chip, cost, state)
+            for _ in range(trips(op, computations)):
+                _run(computations[body], computations, chip, cost, state)
         elif op.name.startswith(COLLECTIVES):
-            _communicate(op, cost, state)
+            _communicate(op, cost(op, inside, computations), state)
         elif not op.opcode.endswith(("-start", "-update", "-done")):  # copies that run beside
             products = flops(op, inside, computations)
             state.products += products
             state.compute += max(hbm_bytes(op, inside, computations) / chip.hbm_bandwidth, products / chip.bf16_flops)
 
 
-def _communicate(op: Op, cost, state: Replay) -> None:
+def _communicate(op: Op, cost: tuple[float, float], state: Replay) -> None:
     """What SparseCores do starts with an update: its call-start has no operands."""
     if op.opcode == "call-start":
         return
     if op.opcode.endswith("-done"):
         end, products, size = state.pending.pop(op.operands[0])
         state.exposed += max(0.0, end - state.now)
-        state.covered += size if state.products > products else 0
+        if state.products > products:
+            state.covered += size
+        else:
+            state.bare[_kind(op)] += size
         return
-    size, seconds = cost(op)
+    size, seconds = cost
     state.sent += size
     state.transfer += seconds
     state.links_free = max(state.now, state.links_free) + seconds
@@ -90,3 +101,8 @@ def _communicate(op: Op, cost, state: Replay) -> None:
         state.pending[op.name] = state.links_free, state.products, size
     else:
         state.exposed += state.links_free - state.now
+        state.bare[_kind(op)] += size
+
+
+def _kind(op: Op) -> str:
+    return next(kind for kind in COLLECTIVES if op.name.startswith(kind))

@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 
 from k3_jax.config import MeshConfig
+from k3_jax.plan.step import lower_train_step
 from k3_jax.recipe import load_recipe
 from pallas_kernels.common import aot, tpu
-from tests.models import lower_train_step
 
 # Tracing and lowering a step takes 15 seconds: `make test` checks the facts of one generation.
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("v5p:2x2x2", "v6e:2x4")]

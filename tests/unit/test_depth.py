@@ -13,7 +13,8 @@ from k3_jax.nn import depth
 from k3_jax.nn.block import Kind, kind
 from k3_jax.nn.depth import Stage, plan_stages
 from pallas_kernels.common.testing import assert_gradients_close, equations
-from tests.models import abstract_model, lower_train_step, make_model, quick_jit, run_of, tiny_config, to_named
+from k3_jax.plan.step import lower_train_step
+from tests.models import abstract_model, make_model, quick_jit, run_of, tiny_config, to_named
 
 KDA_DENSE, KDA_MOE, MLA_MOE = Kind(False, False), Kind(False, True), Kind(True, True)
 

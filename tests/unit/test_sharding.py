@@ -161,7 +161,8 @@ def test_without_a_mesh_everything_is_local():
 
 COMPILE = """
 import jax
-from tests.models import lower_train_step, run_of
+from k3_jax.plan.step import lower_train_step
+from tests.models import run_of
 from tests.unit.test_sharding import CONFIG, MESHES
 lower_train_step(run_of(CONFIG, MESHES["data_fsdp_tensor"]), jax.devices(), "cpu").compile()
 """
