@@ -7,6 +7,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -296,7 +297,8 @@ class ContextStage:
 class TrainConfig:
     """The loop. `max_bad_steps` non-finite steps in a row end the run. `loss_chunk` is in tokens per row.
 
-    `z_loss`: weight of the squared log-partition; K3 uses none.
+    `z_loss`: weight of the squared log-partition; K3 uses none. `tpu_options`: "name=value" for XLA, on TPUs only; they
+    are those of LIBTPU_INIT_ARGS without the dashes.
     """
 
     steps: int
@@ -312,6 +314,7 @@ class TrainConfig:
     z_loss: float = 0.0
     max_bad_steps: int = 5
     context_stages: tuple[ContextStage, ...] = ()
+    tpu_options: tuple[str, ...] = ()
 
     def __post_init__(self):
         _require_positive(
@@ -332,6 +335,8 @@ class TrainConfig:
         _require(0 <= self.z_loss < math.inf, "TrainConfig.z_loss", self.z_loss, "a finite number >= 0")
         starts = [stage.start for stage in self.context_stages]
         _require(starts == sorted(set(starts)), "TrainConfig.context_stages", starts, "increasing starts")
+        for option in self.tpu_options:
+            _require(re.fullmatch(r"xla_\w+=\w+", option) is not None, "TrainConfig.tpu_options", option, "xla_NAME=VALUE")
 
 
 @dataclass(frozen=True)

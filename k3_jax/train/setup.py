@@ -38,6 +38,7 @@ FREE = (
     "train.eval_batches",
     "train.max_bad_steps",
     "train.loss_chunk",
+    "train.tpu_options",
 )
 # Fields of a model that say nothing about its weights or what is computed from them.
 INIT_FREE = ("init_std", "max_positions", "moe.quantile_bins", "bos_token_id", "eos_token_id", "pad_token_id")

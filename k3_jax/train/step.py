@@ -31,7 +31,7 @@ def make_train_step(run: RunConfig) -> Callable[[TrainState, Batch], tuple[Train
     """
     schedule = learning_rate(run.optimizer, run.train.steps)
 
-    @partial(jax.jit, donate_argnums=0, compiler_options=TPU_OPTIONS if on_tpu() else None)
+    @partial(jax.jit, donate_argnums=0, compiler_options=tpu_options(run) if on_tpu() else None)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, grads, reports = accumulate(run, state.model, batch)
         grad_norm = optax.tree.norm(grads)
@@ -52,6 +52,13 @@ def make_train_step(run: RunConfig) -> Callable[[TrainState, Batch], tuple[Train
         return state, metrics | summary(reports, run.train.grad_accumulation)
 
     return train_step
+
+
+def tpu_options(run: RunConfig) -> dict[str, str | bool]:
+    """Of the compiler: those that expert parallelism needs, then the run's own."""
+    words = {"true": True, "false": False}
+    named = (option.split("=") for option in run.train.tpu_options)
+    return TPU_OPTIONS | {name: words.get(value, value) for name, value in named}
 
 
 def make_eval_step(run: RunConfig) -> Callable[[K3, Batch], tuple[jax.Array, jax.Array]]:
