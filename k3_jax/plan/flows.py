@@ -125,7 +125,12 @@ def _context(mesh, sizes: Sizes) -> Iterable[Flow]:
     yield Flow("MLA latents: gradients", "reduce-scatter", ("context",), mla * latents)
 
 
+# Forms in which XLA writes a reduce-scatter whose shards are not whole tiles: all of the sum, cut; rows from a neighbour.
+INSTEAD_OF_SCATTER = ("all-reduce", "collective-permute")
+
+
 def unlisted(found: Iterable[Collective], planned: Iterable[Flow]) -> list[Collective]:
     """Collectives of a compiled step whose kind and axes the plan does not list."""
     listed = {(flow.kind, flow.axes) for flow in planned}
+    listed |= {(kind, axes) for scatter, axes in listed if scatter == "reduce-scatter" for kind in INSTEAD_OF_SCATTER}
     return [x for x in found if x.axes and (x.kind, x.axes) not in listed]

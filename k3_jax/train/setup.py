@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from k3_jax import sharding
 from k3_jax.config import ConfigError, DataConfig, K3Config, RunConfig
@@ -75,7 +76,7 @@ def stage_at(run: RunConfig, step: int) -> Stage:
     return [stage for stage in stages_of(run) if stage.first <= step][-1]
 
 
-def check_run(run: RunConfig, mesh: jax.sharding.Mesh, init: Path | None) -> None:
+def check_run(run: RunConfig, mesh: Mesh | AbstractMesh, init: Path | None) -> None:
     """Raises ConfigError for what the configuration alone, or the weights to start from, show to be wrong."""
     if jax.process_count() > 1:
         raise ConfigError(
@@ -102,7 +103,7 @@ def check_run(run: RunConfig, mesh: jax.sharding.Mesh, init: Path | None) -> Non
             raise ConfigError(f"--init {init}: another architecture: {'; '.join(changed)}")
 
 
-def check_splits(model: K3Config, mesh: jax.sharding.Mesh) -> None:
+def check_splits(model: K3Config, mesh: Mesh | AbstractMesh) -> None:
     """Raises ConfigError for a size that the mesh axis of its letter does not divide."""
     sizes = [
         ("O", "vocab_size"),
