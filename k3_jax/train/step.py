@@ -85,7 +85,9 @@ def accumulate(run: RunConfig, model: K3, batch: Batch):
         return total, (count, reports)
 
     def one(micro):
-        (total, (count, reports)), grads = jax.value_and_grad(loss_sum, has_aux=True)(model, micro)
+        # The embedding and the head, gathered, would outlive every micro-batch: 7 GB at K3's size.
+        model_now, micro = jax.lax.optimization_barrier((model, micro))
+        (total, (count, reports)), grads = jax.value_and_grad(loss_sum, has_aux=True)(model_now, micro)
         return total, count, jax.tree.map(lambda g: g.astype(jnp.float32), grads), reports
 
     def add(carry, micro):
