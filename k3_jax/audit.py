@@ -44,7 +44,7 @@ def abstract_model(config: K3Config) -> K3:
 
 def parameter_shapes(model: K3) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by its canonical name."""
-    return {name: leaf.shape for name, leaf in abstract_layers(model, model.config).items()}
+    return {name: leaf.shape for name, leaf in abstract_layers(model, model.depth).items()}
 
 
 def part_of(name: str) -> str:

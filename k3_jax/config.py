@@ -184,7 +184,11 @@ class K3Config:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes; one of them may be -1: all devices that the others leave."""
+    """Sizes of the mesh axes; one of them may be -1: all devices that the others leave.
+
+    `interleave`: chunks of layers on each rank of `pipe`. More of them leave ranks idle for less time, and make more
+    messages.
+    """
 
     data: int = 1
     fsdp: int = 1
@@ -192,15 +196,20 @@ class MeshConfig:
     expert: int = 1
     context: int = 1
     tensor: int = 1
+    interleave: int = 1
 
     def __post_init__(self):
-        sizes = dataclasses.asdict(self)
+        sizes = self.axes()
         for name, size in sizes.items():
             ok = isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
             _require(ok, f"MeshConfig.{name}", size, "a positive integer, or -1 for the remaining devices")
         _require(list(sizes.values()).count(-1) <= 1, "MeshConfig", sizes, "at most one axis of -1")
-        for name in ("pipe",):
-            _require(sizes[name] == 1, f"MeshConfig.{name}", sizes[name], "1 (this axis is not supported yet)")
+        _require_positive(self, "interleave")
+        _require(self.interleave == 1 or self.pipe != 1, "MeshConfig.interleave", self.interleave, "1 where pipe is 1")
+
+    def axes(self) -> dict[str, int]:
+        """The sizes by name."""
+        return {name: size for name, size in dataclasses.asdict(self).items() if name != "interleave"}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 All meshes are Explicit: a value's type carries its sharding, so a wrong layout is an error while tracing.
 """
 
-import dataclasses
 import math
 
 import jax
@@ -29,7 +28,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
 
 def axis_sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
     """The sizes of `AXES` on so many devices. Raises ConfigError if they do not multiply to them."""
-    sizes = dataclasses.asdict(config)
+    sizes = config.axes()
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if devices % fixed or (-1 not in sizes.values() and fixed != devices):
         shape = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "1 device"

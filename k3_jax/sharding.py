@@ -76,6 +76,11 @@ def has_mesh() -> bool:
     return not get_abstract_mesh().empty
 
 
+def pipe_size() -> int:
+    """Ranks of the pipeline."""
+    return get_abstract_mesh().shape["pipe"] if has_mesh() else 1
+
+
 def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return reshard(x, spec) if has_mesh() else x
 
@@ -83,6 +88,11 @@ def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 def spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
     """How an abstract value is sharded; one that depends on no sharded value (a counter) is on every device."""
     return x.sharding.spec if x.sharding else PartitionSpec()
+
+
+def zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of its shape and dtype, laid out like it."""
+    return place(jnp.zeros(x.shape, x.dtype), spec_of(x))
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], letters: str) -> jax.Array:
@@ -121,11 +131,13 @@ def einsum(subscripts: str, *operands: jax.Array, out: str, **kwargs) -> jax.Arr
 
 
 def local(fn: Callable, inputs: tuple, outputs) -> Callable:
-    """`fn` run on each device's shard; `inputs` and `outputs` are (nested) letter strings."""
+    """`fn` run on each device's shard; `inputs` and `outputs` are (nested) letter strings, or specs."""
     if not has_mesh():
         return fn
-    in_specs, out_specs = jax.tree.map(active, inputs), jax.tree.map(active, outputs)
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs)
+    in_specs, out_specs = jax.tree.map(lambda x: active(x) if isinstance(x, str) else x, (inputs, outputs))
+    mesh = get_abstract_mesh()
+    axes = set(mesh.axis_names) - set(mesh.manual_axes)  # inside a pipeline `pipe` is taken already
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
 
 
 def _mesh_axes(letters: str) -> Axes:

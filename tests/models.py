@@ -26,6 +26,7 @@ from k3_jax.config import (
     TrainConfig,
 )
 from k3_jax.nn import depth, layout, transformer
+from k3_jax.nn.grouping import Depth
 from k3_jax.nn.transformer import K3
 from k3_jax.weights.released import load_released, read_config
 
@@ -76,19 +77,20 @@ def make_model(config: K3Config, seed: int = 0, dtype=jnp.float32) -> K3:
     """A model with weights from NumPy; tensors that are always float32 stay so."""
     rng = np.random.default_rng(seed)
     like = abstract_model(config, dtype)
-    abstract = layout.abstract_layers(like, config)
+    abstract = layout.abstract_layers(like, like.depth)
     named = {name: draw(name, x.shape, rng).astype(x.dtype) for name, x in sorted(abstract.items())}
     return from_named(named, config, dtype)
 
 
 def from_named(named: dict[str, np.ndarray], config: K3Config, dtype=jnp.float32) -> K3:
     """A model from canonical names and arrays."""
-    return jax.jit(lambda named: layout.from_layers(named, abstract_model(config, dtype), config))(named)
+    like = abstract_model(config, dtype)
+    return jax.jit(lambda named: layout.from_layers(named, like, like.depth))(named)
 
 
 def to_named(model: Any, config: K3Config) -> dict[str, np.ndarray]:
     """Canonical names and float64 arrays of a model or of anything shaped like it."""
-    named = jax.jit(lambda tree: layout.to_layers(tree, config))(model)
+    named = jax.jit(lambda tree: layout.to_layers(tree, Depth(config)))(model)
     return {name: np.asarray(x).astype(np.float64) for name, x in named.items()}
 
 
@@ -117,8 +119,9 @@ def outputs_of(model: K3, tokens, segment_ids=None):
     """float32 logits, and the running sum after every layer [L, B, T, D]: what enters the next one, and the last."""
     sums = []
 
-    def keep_inputs(config, stages, r, segment_ids):
-        r, bank, reports, inputs = depth._forward(config, stages, r, segment_ids)
+    def keep_inputs(layers, groups, numbers, r, segment_ids):
+        bank = depth.empty_bank(r, layers.config)
+        r, bank, reports, inputs = depth.forward(layers, groups, numbers, r, bank, segment_ids)
         sums.extend(x for runs in inputs for x in _in_order(runs))
         sums.append(r[None])
         return r, bank, reports
@@ -129,7 +132,7 @@ def outputs_of(model: K3, tokens, segment_ids=None):
 
 
 def _in_order(runs):
-    """The layers of a stage, one period after the other."""
+    """The layers of a group, one period after the other."""
     return [run[i] for i in range(runs[0].shape[0]) for run in runs]
 
 

@@ -1,137 +1,91 @@
-"""Depth: which layers are scanned together, and the scan itself, forward and backward.
-
-Layers of one kind share a traced body. The unit is the mixer period: K3's 93 layers are
-`layer 0 | 1, 2 | 22 x (MLA, 3 KDA) | 91, 92`, found from the layer lists for any configuration.
+"""Depth: the scan over the layers, forward and backward.
 
 `run_layers` is a custom_vjp because of the AttnRes bank. Autodiff of a scan would save the bank once per layer. The
 bank is append-only and a layer reads only the rows that existed before it, so the final bank serves every layer: the
 backward pass recomputes each layer from its saved input r and that one bank.
+
+Layers come as the stacks of a `Depth`, with the number of the layer in each place.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
+from k3_jax import sharding
 from k3_jax.config import K3Config
-from k3_jax.nn.block import Block, Kind, kind
+from k3_jax.nn.block import Block
+from k3_jax.nn.grouping import Depth
+
+Groups = list[list[Block]]  # per group and run, blocks stacked [repeat, count, ...]
+Numbers = list[list]  # alike, integers [repeat, count]
+Bank = Float[Array, "N B T D"]
 
 
-@dataclass(frozen=True)
-class Stage:
-    """`repeat` times the runs (kind, count) one after another, from layer `first` on."""
-
-    first: int
-    repeat: int
-    runs: tuple[tuple[Kind, int], ...]
-
-    @property
-    def num_layers(self) -> int:
-        return self.repeat * sum(count for _, count in self.runs)
-
-    def layers(self, run: int) -> np.ndarray:
-        """Layer numbers of a run, [repeat, count]."""
-        period = sum(count for _, count in self.runs)
-        offset = sum(count for _, count in self.runs[:run])
-        starts = self.first + offset + period * np.arange(self.repeat)
-        return (starts[:, None] + np.arange(self.runs[run][1])[None]).astype(np.int32)
+def _zip(*parts: list[list]) -> list[list[tuple]]:
+    """Per group and run, what the scan gives to each layer: its share of every part."""
+    return [list(zip(*runs, strict=True)) for runs in zip(*parts, strict=True)]
 
 
-def plan_stages(config: K3Config) -> tuple[Stage, ...]:
-    """Run-length encode the kinds, then fold a pair of runs that repeats."""
-    runs: list[tuple[Kind, int]] = []
-    for layer in range(config.num_layers):
-        k = kind(config, layer)
-        if runs and runs[-1][0] == k:
-            runs[-1] = (k, runs[-1][1] + 1)
-        else:
-            runs.append((k, 1))
-    stages, first, i = [], 0, 0
-    while i < len(runs):
-        pair, repeat = runs[i : i + 2], 1
-        while len(pair) == 2 and runs[i + 2 * repeat : i + 2 * repeat + 2] == pair:
-            repeat += 1
-        stage = Stage(first, repeat, tuple(pair)) if repeat > 1 else Stage(first, 1, (runs[i],))
-        stages.append(stage)
-        first, i = first + stage.num_layers, i + len(stage.runs) * stage.repeat
-    return tuple(stages)
-
-
-Stages = list[list[Block]]  # per stage and run, blocks stacked [repeat, count, ...]
-
-
-def _layers(config: K3Config, *parts: list[list]) -> list[list[tuple]]:
-    """Per stage and run, what the scan gives to each layer: its number, then its share of every part."""
-    numbers = [[stage.layers(run) for run in range(len(stage.runs))] for stage in plan_stages(config)]
-    return [list(zip(*runs, strict=True)) for runs in zip(numbers, *parts, strict=True)]
-
-
-def _scan(layer, carry, stages: list[list[tuple]], reverse: bool = False):
-    """`layer` over all layers in their order, or from the last to the first. Outputs are arranged like `stages`."""
+def _scan(depth: Depth, layer, carry, groups: list[list[tuple]], reverse: bool = False):
+    """`layer` over all layers in their order, or from the last to the first. Outputs are arranged like `groups`."""
     order = reversed if reverse else iter
 
-    def period(carry, runs):
+    def period(gaps, carry, runs):
         outputs = []
-        for run in order(runs):
-            carry, output = jax.lax.scan(layer, carry, run, reverse=reverse)
+        for gap, run in order(list(zip(gaps, runs, strict=True))):
+            carry, output = jax.lax.scan(_where_present(layer) if gap else layer, carry, run, reverse=reverse)
             outputs.append(output)
         return carry, list(order(outputs))
 
     outputs = []
-    for runs in order(stages):
-        carry, output = jax.lax.scan(period, carry, runs, reverse=reverse)
+    for gaps, runs in order(list(zip(depth.gaps, groups, strict=True))):
+        carry, output = jax.lax.scan(partial(period, gaps), carry, runs, reverse=reverse)
         outputs.append(output)
     return carry, list(order(outputs))
 
 
+def _where_present(layer):
+    """`layer`; in a place without one the carry stays, and what it would give is zero."""
+
+    def skip(carry, x):
+        outputs = jax.eval_shape(lambda: layer(carry, x)[1])  # as arguments they would lose their layout on a pipeline
+        return carry, jax.tree.map(sharding.zeros_like, outputs)
+
+    return lambda carry, x: jax.lax.cond(x[0] >= 0, layer, skip, carry, x)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run_layers(
-    config: K3Config, stages: Stages, r: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T D"], Float[Array, "N B T D"], list]:
+    depth: Depth, groups: Groups, numbers: Numbers, r: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T D"], Bank, list]:
     """All layers. Returns the running sum, the bank, and each run's reports stacked [repeat, count, ...].
 
     Reports (router statistics, AttnRes entropies) carry no gradient: K3 has no auxiliary loss.
     """
-    r, bank, reports, _ = _forward(config, stages, r, segment_ids)
-    return r, bank, reports
+    return forward(depth, groups, numbers, r, empty_bank(r, depth.config), segment_ids)[:3]
 
 
-def _forward(config, stages, r, segment_ids):
+def forward(depth: Depth, groups: Groups, numbers: Numbers, r, bank: Bank, segment_ids):
+    """(running sum, bank, reports, inputs r of every layer) of layers that find `bank` as those before them left it."""
+
     def layer(carry, x):
         r, bank = carry
         index, block = x
-        bank = _push(bank, r, index, config)
+        bank = _push(bank, r, index, depth.config)
         r_next, report = block(index, r, bank, segment_ids)
         return (r_next, bank), (r, report)
 
-    (r, bank), outputs = _scan(layer, (r, _empty_bank(r, config)), _layers(config, stages))
+    (r, bank), outputs = _scan(depth, layer, (r, bank), _zip(numbers, groups))
     inputs = [[r_in for r_in, _ in runs] for runs in outputs]
     return r, bank, [[report for _, report in runs] for runs in outputs], inputs
 
 
-def _empty_bank(r, config: K3Config):
-    return jnp.broadcast_to(r[None] * 0, (config.num_attn_res_blocks, *r.shape))  # laid out like r
-
-
-def _push(bank, r, index, config: K3Config):
-    row = index // config.attn_res_block
-    old = jax.lax.dynamic_index_in_dim(bank, row, 0, keepdims=False)
-    new = jnp.where(index % config.attn_res_block == 0, r, old)
-    return jax.lax.dynamic_update_index_in_dim(bank, new, row, 0)
-
-
-def _run_layers_fwd(config, stages, r, segment_ids):
-    r, bank, reports, inputs = _forward(config, stages, r, segment_ids)
-    return (r, bank, reports), (stages, bank, inputs, segment_ids)
-
-
-def _run_layers_bwd(config, saved, cotangents):
-    stages, bank, inputs, segment_ids = saved
-    dr, dbank, _ = cotangents
-    S = config.attn_res_block
+def backward(depth: Depth, groups: Groups, numbers: Numbers, bank: Bank, inputs: list, segment_ids, dr, dbank):
+    """Gradients of the blocks, of the input r and of the bank that `forward` found, in float32; those of rows that it
+    wrote itself are zero. `bank` is the one that it left, `dbank` its cotangent."""
+    S = depth.config.attn_res_block
 
     def layer(carry, x):
         dr, dbank = carry
@@ -148,17 +102,39 @@ def _run_layers_bwd(config, saved, cotangents):
         dbank = jax.lax.dynamic_update_index_in_dim(dbank, jnp.where(first, 0, wanted), row, 0)
         return (dr, dbank), dblock
 
-    layers = _layers(config, stages, inputs)
-    (dr, _), dstages = _scan(layer, (dr, dbank.astype(jnp.float32)), layers, reverse=True)
+    layers = _zip(numbers, groups, inputs)
+    (dr, dbank), dgroups = _scan(depth, layer, (dr, dbank.astype(jnp.float32)), layers, reverse=True)
+    return dgroups, dr, dbank
+
+
+def empty_bank(r, config: K3Config) -> Bank:
+    return jnp.broadcast_to(r[None] * 0, (config.num_attn_res_blocks, *r.shape))  # laid out like r
+
+
+def _push(bank, r, index, config: K3Config):
+    row = index // config.attn_res_block
+    old = jax.lax.dynamic_index_in_dim(bank, row, 0, keepdims=False)
+    new = jnp.where(index % config.attn_res_block == 0, r, old)
+    return jax.lax.dynamic_update_index_in_dim(bank, new, row, 0)
+
+
+def _run_layers_fwd(depth, groups, numbers, r, segment_ids):
+    r, bank, reports, inputs = forward(depth, groups, numbers, r, empty_bank(r, depth.config), segment_ids)
+    return (r, bank, reports), (groups, numbers, bank, inputs, segment_ids)
+
+
+def _run_layers_bwd(depth, saved, cotangents):
+    dr, dbank, _ = cotangents
+    dgroups, dr, _ = backward(depth, *saved, dr, dbank)
     # The bank starts as 0 * r: its remaining cotangent is dropped.
-    return dstages, dr, None
+    return dgroups, None, dr, None
 
 
 run_layers.defvjp(_run_layers_fwd, _run_layers_bwd)
 
 
 def run_layers_cached(
-    config: K3Config, stages: Stages, r, segment_ids, start, caches, keys, summary
+    depth: Depth, groups: Groups, numbers: Numbers, r, segment_ids, start, caches, keys, summary
 ) -> tuple[Float[Array, "B T D"], object, list]:
     """Inference: the layers with their caches (stacked like the blocks) and the two-phase AttnRes."""
 
@@ -167,6 +143,6 @@ def run_layers_cached(
         *carry, cache = block.extend(index, *carry, keys, segment_ids, start, cache)
         return tuple(carry), cache
 
-    carry = (r, _empty_bank(r, config), summary)
-    (r, _, summary), caches = _scan(layer, carry, _layers(config, stages, caches))
+    carry = (r, empty_bank(r, depth.config), summary)
+    (r, _, summary), caches = _scan(depth, layer, carry, _zip(numbers, groups, caches))
     return r, summary, caches

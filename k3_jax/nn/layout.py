@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from k3_jax.config import K3Config
-from k3_jax.nn.depth import plan_stages
+from k3_jax import sharding
+from k3_jax.nn.grouping import Depth
 
 Tree = Any
 
@@ -35,11 +37,11 @@ def _parts(path) -> list[str]:
 
 
 def _split(path) -> tuple[str, tuple[int, int] | None, str]:
-    """(what leads to the model-shaped tree, (stage, run) if the leaf is stacked, the tensor's name there)."""
+    """(what leads to the model-shaped tree, (group, run) if the leaf is stacked, the tensor's name there)."""
     parts = _parts(path)
-    if "stages" not in parts:
+    if "groups" not in parts:
         return "", None, ".".join(parts)
-    at = parts.index("stages")
+    at = parts.index("groups")
     place = int(parts[at + 1]), int(parts[at + 2])
     return "".join(f"{part}." for part in parts[:at]), place, ".".join(parts[at + 3 :])
 
@@ -49,39 +51,49 @@ def leaf_names(tree: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(lambda path, _: _split(path)[2], tree)
 
 
-def to_layers(tree: Tree, config: K3Config) -> dict[str, jax.Array]:
-    """One array per canonical name."""
-    stages, named = plan_stages(config), {}
+def to_layers(tree: Tree, depth: Depth) -> dict[str, jax.Array]:
+    """One array per canonical name, on all ranks of the pipeline."""
+    named = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         prefix, place, name = _split(path)
         if place is None:
             named[prefix + name] = leaf
             continue
-        numbers = stages[place[0]].layers(place[1])
-        for (i, j), layer in _grid(numbers):
-            named[f"{prefix}layers.{layer}.{name}"] = leaf[i, j]
+        numbers = _numbers(depth, place)
+        leaf = sharding.place(leaf, PartitionSpec(None, *jax.typeof(leaf).sharding.spec[1:]))
+        for i in np.argwhere(numbers >= 0):
+            named[f"{prefix}layers.{numbers[*i]}.{name}"] = leaf[*i]
     return named
 
 
-def from_layers(named: Mapping[str, jax.Array], like: Tree, config: K3Config) -> Tree:
-    """The inverse, for a tree of the structure of `like`. Raises KeyError for a missing name."""
-    stages = plan_stages(config)
+def from_layers(named: Mapping[str, jax.Array], like: Tree, depth: Depth) -> Tree:
+    """The inverse, for a tree of the structure of `like`; a place without a layer holds zeros. Raises KeyError for a
+    missing name."""
 
     def gather(path, leaf):
         prefix, place, name = _split(path)
         if place is None:
-            return named[prefix + name]
-        numbers = stages[place[0]].layers(place[1])
-        rows = [named[f"{prefix}layers.{layer}.{name}"] for _, layer in _grid(numbers)]
-        return jnp.stack(rows).reshape(*numbers.shape, *rows[0].shape)
+            return _laid_out(named[prefix + name], leaf)
+        numbers = _numbers(depth, place)
+        present = named[f"{prefix}layers.{numbers.max()}.{name}"]
+        rows = [
+            named[f"{prefix}layers.{layer}.{name}"] if layer >= 0 else jnp.zeros_like(present)
+            for layer in numbers.reshape(-1)
+        ]
+        stack = jnp.stack(rows).reshape(*numbers.shape, *present.shape)
+        return _laid_out(stack, leaf)
 
     return jax.tree_util.tree_map_with_path(gather, like)
 
 
-def abstract_layers(tree: Tree, config: K3Config) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_layers(tree: Tree, depth: Depth) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding of every canonical name, for a tree of arrays or of ShapeDtypeStructs."""
-    return jax.eval_shape(lambda tree: to_layers(tree, config), tree)
+    return jax.eval_shape(lambda tree: to_layers(tree, depth), tree)
 
 
-def _grid(numbers):
-    return [((i, j), int(numbers[i, j])) for i in range(numbers.shape[0]) for j in range(numbers.shape[1])]
+def _laid_out(x: jax.Array, like) -> jax.Array:
+    return sharding.place(x, sharding.spec_of(like)) if sharding.has_mesh() else x
+
+
+def _numbers(depth: Depth, place: tuple[int, int]) -> np.ndarray:
+    return depth.numbers[place[0]][place[1]]

@@ -30,15 +30,15 @@ def load_config(directory: str | Path) -> K3Config:
     return from_json(RunConfig, read_run(step)["config"]).model
 
 
-def load_model(directory: str | Path, dtype: DTypeLike | None = None) -> K3:
+def load_model(directory: str | Path, dtype: DTypeLike | None = None, interleave: int = 1) -> K3:
     """The model in `directory`, on the mesh that is set (or one device).
 
     dtype: of all tensors that are not float32 by nature (None: as stored; packed experts become bfloat16).
     """
     directory, config = Path(directory), load_config(directory)
     # nnx.Rngs(0) is not drawn from: eval_shape only asks for shapes, dtypes and shardings.
-    abstract = jax.eval_shape(lambda: K3(config, rngs=nnx.Rngs(0), dtype=dtype or jnp.float32))
-    wanted = abstract_layers(abstract, config)
+    abstract = jax.eval_shape(lambda: K3(config, rngs=nnx.Rngs(0), dtype=dtype or jnp.float32, interleave=interleave))
+    wanted = abstract_layers(abstract, abstract.depth)
     if is_released(directory):
         named = {name: _placed(array, wanted[name], dtype) for name, array in load_released(directory, config)}
     else:
@@ -46,7 +46,7 @@ def load_model(directory: str | Path, dtype: DTypeLike | None = None) -> K3:
         stored = saved_dtypes(step / MODEL)
         targets = {name: _target(x, stored.get(name, x.dtype)) for name, x in wanted.items()}
         named = {name: _placed(x, wanted[name], dtype) for name, x in read_arrays(step / MODEL, targets).items()}
-    return from_layers(named, abstract, config)
+    return from_layers(named, abstract, abstract.depth)
 
 
 def _target(x: jax.ShapeDtypeStruct, dtype) -> jax.ShapeDtypeStruct:

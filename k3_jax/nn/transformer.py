@@ -6,16 +6,20 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from k3_jax import sharding
-from k3_jax.config import K3Config
+from k3_jax.config import ConfigError, K3Config
 from k3_jax.nn import kda, mla
 from k3_jax.nn.attn_res import AttnRes, empty_summary, merge, mix
 from k3_jax.nn.block import Block, Kind
-from k3_jax.nn.depth import plan_stages, run_layers, run_layers_cached
+from k3_jax.nn.depth import run_layers, run_layers_cached
+from k3_jax.nn.embedding import embed
+from k3_jax.nn.grouping import Depth
 from k3_jax.nn.init import normal, ones
 from k3_jax.nn.linear import param
 from k3_jax.nn.norm import rms_norm
@@ -25,7 +29,7 @@ from k3_jax.sharding import precision
 @partial(jax.tree_util.register_dataclass, data_fields=["layers", "lengths"], meta_fields=[])
 @dataclass(frozen=True)
 class Cache:
-    """All that decoding carries: per stage and run a KDAState or MLACache stacked [repeat, count, B, ...]."""
+    """All that decoding carries: per group and run a KDAState or MLACache stacked [repeat, count, B, ...]."""
 
     layers: list[list]
     lengths: Int[Array, " B"]  # tokens so far in each row
@@ -34,16 +38,16 @@ class Cache:
 class K3(nnx.Module):
     """`K3(config, rngs=nnx.Rngs(0))`. A module is a plain pytree: jax.jit, jax.grad and optax take it as it is."""
 
-    def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype=jnp.float32):
+    def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype=jnp.float32, interleave: int = 1):
+        """`interleave`: chunks of layers on each rank of the mesh's `pipe` axis."""
         init, V, D = normal(config.init_std), config.vocab_size, config.hidden_size
         self.config = config
-        self.embed = param(rngs, init, (V, D), "OD", dtype)
-        self.stages = nnx.List(
-            [
-                nnx.List([_stack(config, kind, (stage.repeat, count), rngs, dtype) for kind, count in stage.runs])
-                for stage in plan_stages(config)
-            ]
-        )
+        self.depth = Depth(config, sharding.pipe_size(), interleave)
+        self.embed = param(rngs, init, (V, D), "OL", dtype)  # see nn/embedding.py
+        self.groups = nnx.List([])
+        for group in self.depth.groups:
+            shapes = [(kind, (*self.depth.lead, group.repeat, count)) for kind, count in group.runs]
+            self.groups.append(nnx.List([_stack(config, kind, shape, rngs, dtype) for kind, shape in shapes]))
         self.output_attn_res = AttnRes(config, rngs=rngs, dtype=dtype)
         self.norm = param(rngs, ones, (D,), "_", dtype)
         self.lm_head = param(rngs, init, (D, V), "DO", dtype)
@@ -70,14 +74,16 @@ class K3(nnx.Module):
         tokens = sharding.place(tokens, sharding.active("BT"))
         segment_ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
         segment_ids = sharding.place(segment_ids, sharding.active("BT"))
-        r, bank, reports = run_layers(self.config, self._stages(), self.embedding(tokens, dtype), segment_ids)
+        r, bank, reports = run_layers(self.depth, *self._layers(), self.embedding(tokens, dtype), segment_ids)
+        return self.read_out(r, bank), reports
+
+    def read_out(self, r: Float[Array, "B T D"], bank: Float[Array, "N B T D"]) -> Float[Array, "B T D"]:
+        """The final normed state, from the running sum after the last layer and the whole bank."""
         h, _ = mix(bank, bank.shape[0], r, self.output_attn_res.key(), self.config.norm_eps)
-        return rms_norm(h, self.norm[...], self.config.norm_eps), reports
+        return rms_norm(h, self.norm[...], self.config.norm_eps)
 
     def embedding(self, tokens: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
-        table = sharding.use(self.embed[...], "OD", self.embed.dtype, "BTD")
-        out = sharding.active("BTD") if sharding.has_mesh() else None
-        return table.at[tokens].get(out_sharding=out).astype(dtype)
+        return embed(self.embed[...], tokens, dtype)
 
     def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T O"]:
         """float32 sums of products in h's dtype: rounding logits to bfloat16 would cost 0.02 nats per token."""
@@ -98,7 +104,7 @@ class K3(nnx.Module):
         r = self.embedding(tokens, dtype)
         summary = empty_summary(2 * config.attn_res_block, r)
         r, summary, layers = run_layers_cached(
-            config, self._stages(), r, valid, cache.lengths, cache.layers, keys, summary
+            self.depth, *self._layers(), r, valid, cache.lengths, cache.layers, keys, summary
         )
         last = jnp.asarray((2 * config.num_layers - 1) % (2 * config.attn_res_block))
         h = merge(summary, last, r, self.output_attn_res.key(), config.norm_eps)
@@ -113,26 +119,34 @@ class K3(nnx.Module):
             args = (batch, capacity, dtype) if kind.mla else (batch, dtype)
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), make(self.config, *args))
 
-        stages = plan_stages(self.config)
-        layers = [[one(kind, (stage.repeat, count)) for kind, count in stage.runs] for stage in stages]
+        layers = [[one(kind, (group.repeat, count)) for kind, count in group.runs] for group in self.depth.groups]
         return Cache(layers, sharding.place(jnp.zeros(batch, jnp.int32), sharding.active("B")))
 
-    def _stages(self) -> list[list[Block]]:
-        return [list(runs) for runs in self.stages]
+    def _layers(self) -> tuple[list[list[Block]], list[list[np.ndarray]]]:
+        """The stacks, and the layers' numbers. Raises ConfigError on a pipeline, whose ranks hold chunks of them."""
+        if self.depth.lead:
+            raise ConfigError("mesh.pipe > 1: a model in chunks is trained and evaluated, not called")
+        return [list(runs) for runs in self.groups], self.depth.numbers
 
     def _site_keys(self) -> Float[Array, "sites D"]:
         """The AttnRes sites in reading order (attention, FFN of each layer, read-out), padded to whole blocks."""
         config = self.config
         total = 2 * config.attn_res_block * config.num_attn_res_blocks + 1
         keys = jnp.zeros((total, config.hidden_size), jnp.float32)
-        for stage, runs in zip(plan_stages(config), self.stages, strict=True):
-            for run, block in enumerate(runs):
-                layers = stage.layers(run).reshape(-1)
+        for numbers, runs in zip(self.depth.numbers, self.groups, strict=True):
+            for layers, block in zip(numbers, runs, strict=True):
+                layers = layers.reshape(-1)
                 for site, key in ((0, block.attn_res.key()), (1, block.ffn_res.key())):
                     keys = keys.at[2 * layers + site].set(key.reshape(-1, config.hidden_size))
         return keys.at[2 * config.num_layers].set(self.output_attn_res.key())
 
 
-def _stack(config: K3Config, kind: Kind, shape: tuple[int, int], rngs: nnx.Rngs, dtype) -> Block:
-    make = lambda key: Block(config, kind, rngs=nnx.Rngs(key), dtype=dtype)  # noqa: E731
-    return jax.jit(jax.vmap(jax.vmap(make)))(jax.random.split(rngs.params(), shape))
+def _stack(config: K3Config, kind: Kind, shape: tuple[int, ...], rngs: nnx.Rngs, dtype) -> Block:
+    def make(keys):
+        if keys.ndim:
+            return jax.vmap(make)(keys)
+        return Block(config, kind, rngs=nnx.Rngs(keys), dtype=dtype)
+
+    keys = jax.random.split(rngs.params(), shape)
+    spec = PartitionSpec("pipe") if len(shape) > 2 else PartitionSpec()
+    return jax.jit(make)(sharding.place(keys, spec))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, get_mesh
 
-from k3_jax.config import K3Config
+from k3_jax.nn.grouping import Depth
 from k3_jax.nn.layout import abstract_layers, from_layers, to_layers
 from k3_jax.sharding import spec_of
 from k3_jax.train.state import TrainState
@@ -24,13 +24,12 @@ COUNTERS = ("step", "updates", "bad_in_row")
 class Checkpoints:
     """The checkpoints of one working directory. Use as a context manager: leaving it waits for the last save."""
 
-    def __init__(self, workdir: Path, keep: int, config: K3Config):
+    def __init__(self, workdir: Path, keep: int):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True, create=True)
         self.directory = workdir.absolute() / "checkpoints"
-        self.config = config
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self.remove_unfinished()
-        self._by_layer = jax.jit(lambda tree: to_layers(tree, config))
+        self._by_layer = jax.jit(to_layers, static_argnums=1)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -46,8 +45,8 @@ class Checkpoints:
         counters = {name: int(getattr(state, name)) for name in COUNTERS}
         args = ocp.args.Composite(
             **{
-                MODEL: ocp.args.StandardSave(self._by_layer(state.model)),
-                OPTIMIZER: ocp.args.StandardSave(self._by_layer(state.optimizer)),
+                MODEL: ocp.args.StandardSave(self._by_layer(state.model, state.model.depth)),
+                OPTIMIZER: ocp.args.StandardSave(self._by_layer(state.optimizer, state.model.depth)),
                 RUN: ocp.args.JsonSave(run | counters),
             }
         )
@@ -68,19 +67,19 @@ class Checkpoints:
         Raises ConfigError for missing or unexpected names, other shapes or other dtypes.
         """
         folder = self.directory / str(step)
-        model = restore_tree(folder / MODEL, like.model, self.config)
-        optimizer = restore_tree(folder / OPTIMIZER, like.optimizer, self.config)
+        model = restore_tree(folder / MODEL, like.model, like.model.depth)
+        optimizer = restore_tree(folder / OPTIMIZER, like.optimizer, like.model.depth)
         run = read_run(folder)
         counters = {name: jnp.asarray(run[name], jnp.int32) for name in COUNTERS}
         return TrainState(model=model, optimizer=optimizer, **counters), run
 
 
-def restore_tree(path: Path, like: Any, config: K3Config) -> Any:
+def restore_tree(path: Path, like: Any, depth: Depth) -> Any:
     """One item of a checkpoint as a tree of the structure, dtypes and sharding of `like`."""
     mesh = get_mesh()
     targets = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec_of(x)))
-        for name, x in abstract_layers(like, config).items()
+        for name, x in abstract_layers(like, depth).items()
     }
     named = read_arrays(path, targets)
-    return jax.jit(lambda named: from_layers(named, like, config))(named)
+    return jax.jit(lambda named: from_layers(named, like, depth))(named)

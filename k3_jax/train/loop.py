@@ -46,7 +46,7 @@ def train(run: RunConfig, workdir: Path, init: Path | None = None) -> int:
     check_run(run, mesh, init)
     corpora = read_corpora(run)
     claim(workdir, run)
-    with locked(workdir), jax.set_mesh(mesh), Checkpoints(workdir, run.train.keep, run.model) as checkpoints:
+    with locked(workdir), jax.set_mesh(mesh), Checkpoints(workdir, run.train.keep) as checkpoints:
         state = restore_or_start(run, checkpoints, corpora[0], init)
         if int(state.step) >= run.train.steps:
             print(f"{workdir}: the run is finished (step {int(state.step)})", file=sys.stderr)

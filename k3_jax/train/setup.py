@@ -175,7 +175,8 @@ def restore_or_start(run: RunConfig, checkpoints: Checkpoints, corpus: Corpus, i
     if latest is None and init is None:
         return start(run, new_model(run))
     if latest is None:
-        return jax.jit(lambda model: start(run, model), donate_argnums=0)(load_model(init, jnp.float32))
+        model = load_model(init, jnp.float32, run.mesh.interleave)
+        return jax.jit(lambda model: start(run, model), donate_argnums=0)(model)
     state, saved = checkpoints.restore(jax.eval_shape(lambda: start(run, new_model(run))), latest)
     stage_at(run, latest).batches(corpus).resume(saved["data"])
     return state

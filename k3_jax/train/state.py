@@ -39,7 +39,7 @@ def optimizer_for(run: RunConfig, model: K3) -> optax.GradientTransformation:
 
 
 def new_model(run: RunConfig) -> K3:
-    return K3(run.model, rngs=nnx.Rngs(run.train.seed))
+    return K3(run.model, rngs=nnx.Rngs(run.train.seed), interleave=run.mesh.interleave)
 
 
 def start(run: RunConfig, model: K3) -> TrainState:

@@ -8,6 +8,7 @@ import pytest
 
 from k3_jax.config import MeshConfig, RunConfig
 from k3_jax.mesh import make_mesh
+from k3_jax.nn.grouping import Depth
 from k3_jax.nn.layout import to_layers
 from k3_jax.train.packing import Batch
 from k3_jax.train.state import TrainState, new_model, start
@@ -45,7 +46,7 @@ def gradients(run: RunConfig, model, batch: Batch, count: int):
     loss, grads, reports = quick_jit(lambda model, batch: accumulate(run, model, batch))(
         model, micro_batches(batch, count)
     )
-    return float(loss), jax.device_get(to_layers(grads, run.model)), jax.device_get(reports)
+    return float(loss), jax.device_get(to_layers(grads, model.depth)), jax.device_get(reports)
 
 
 def test_micro_batches_do_not_weigh(run, one_device):
@@ -65,9 +66,9 @@ def test_micro_batches_do_not_weigh(run, one_device):
 def test_router_bias_moves_after_the_step_only(run, one_device):
     """The step routes with the old bias; the new one is in the state, without mean, and untouched by the optimizer."""
     state, batch = start(run, new_model(run)), micro_batches(batch_of(run), 2)
-    before = to_layers(state.model, run.model)["layers.1.moe.router_bias"]
+    before = to_layers(state.model, Depth(run.model))["layers.1.moe.router_bias"]
     state, metrics = make_train_step(run)(state, batch)
-    after = np.asarray(to_layers(state.model, run.model)["layers.1.moe.router_bias"])
+    after = np.asarray(to_layers(state.model, Depth(run.model))["layers.1.moe.router_bias"])
     assert not before.any()
     assert np.abs(after).max() > 0
     assert abs(after.mean()) < 1e-6
@@ -80,7 +81,7 @@ def test_qk_clip_scales_heads_over_the_threshold(run, one_device):
     batch, name = micro_batches(batch_of(run), 2), "layers.2.mla.q_b"
     plain = make_train_step(run)(start(run, new_model(run)), batch)[0]
     small = make_train_step(clipped)(start(clipped, new_model(clipped)), batch)[0]
-    a, b = (np.abs(np.asarray(to_layers(s.model, run.model)[name])).max() for s in (plain, small))
+    a, b = (np.abs(np.asarray(to_layers(s.model, Depth(run.model))[name])).max() for s in (plain, small))
     assert b < 0.1 * a
 
 

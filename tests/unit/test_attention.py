@@ -106,7 +106,7 @@ def test_softmax_is_float32_for_bf16_inputs():
 def mla():
     config = tiny_config(num_layers=1, mla_layers=(0,), first_dense_layers=1, moe=None)
     model = make_model(config, seed=4)
-    return jax.tree.map(lambda x: x[0, 0], model.stages[0][0]).mla
+    return jax.tree.map(lambda x: x[0, 0], model.groups[0][0]).mla
 
 
 def test_absorbed_form_is_the_expanded_form(mla):

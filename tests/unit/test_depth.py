@@ -11,7 +11,7 @@ import pytest
 from k3_jax.config import K3Config, MeshConfig
 from k3_jax.nn import depth
 from k3_jax.nn.block import Kind, kind
-from k3_jax.nn.depth import Stage, plan_stages
+from k3_jax.nn.grouping import Depth, Group
 from pallas_kernels.common.testing import assert_gradients_close, equations
 from k3_jax.plan.step import lower_train_step
 from tests.models import abstract_model, make_model, quick_jit, run_of, tiny_config, to_named
@@ -26,11 +26,11 @@ def deep_config(num_layers: int) -> K3Config:
 
 
 def test_plan_of_k3():
-    assert plan_stages(deep_config(93)) == (
-        Stage(0, 1, ((KDA_DENSE, 1),)),
-        Stage(1, 1, ((KDA_MOE, 2),)),
-        Stage(3, 22, ((MLA_MOE, 1), (KDA_MOE, 3))),
-        Stage(91, 1, ((MLA_MOE, 2),)),
+    assert Depth(deep_config(93)).groups == (
+        Group(0, 1, ((KDA_DENSE, 1),)),
+        Group(1, 1, ((KDA_MOE, 2),)),
+        Group(3, 22, ((MLA_MOE, 1), (KDA_MOE, 3))),
+        Group(91, 1, ((MLA_MOE, 2),)),
     )
 
 
@@ -41,10 +41,10 @@ def test_plans_hold_every_layer_once_in_order_and_of_its_kind():
         mla = tuple(np.flatnonzero(rng.random(layers) < rng.choice([0.0, 0.2, 0.5, 1.0])).tolist())
         config = tiny_config(num_layers=layers, mla_layers=mla, first_dense_layers=int(rng.integers(0, layers + 1)))
         order = []
-        for stage in plan_stages(config):
-            runs = [stage.layers(run) for run in range(len(stage.runs))]
-            assert all(x.shape == (stage.repeat, count) for x, (_, count) in zip(runs, stage.runs, strict=True))
-            for numbers, (k, _) in zip(runs, stage.runs, strict=True):
+        plan = Depth(config)
+        for group, runs in zip(plan.groups, plan.numbers, strict=True):
+            assert all(x.shape == (group.repeat, count) for x, (_, count) in zip(runs, group.runs, strict=True))
+            for numbers, (k, _) in zip(runs, group.runs, strict=True):
                 assert all(kind(config, int(layer)) == k for layer in numbers.reshape(-1))
             order += np.concatenate(runs, axis=1).reshape(-1).tolist()
         assert order == list(range(layers))
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_plain_autodiff():
     segment_ids = jnp.asarray([[0] * 7, [0] * 3 + [1] * 2 + [-1] * 2], jnp.int32)
 
     def objective(run, model, r):
-        r, bank = run(config, model._stages(), r, segment_ids)[:2]
+        r, bank = run(model.depth, *model._layers(), r, segment_ids)[:2]
         return jnp.sum(r * dr) + jnp.sum(bank * dbank), r
 
     def gradients(run):
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_plain_autodiff():
         (of_model, of_r), output = grad(model, r)
         return to_named(of_model, config) | {"r": np.asarray(of_r)}, output
 
-    expected, expected_r = gradients(depth._forward)
+    expected, expected_r = gradients(plain_forward)
     actual, actual_r = gradients(depth.run_layers)
     np.testing.assert_allclose(actual_r, expected_r, rtol=1e-5, atol=1e-5)
     assert_gradients_close(actual, expected, 1e-4)
@@ -81,17 +81,21 @@ def test_gradients_are_those_of_plain_autodiff():
     assert not np.any(actual["layers.0.attn_res.query"])
 
 
+def plain_forward(layers, groups, numbers, r, segment_ids):
+    return depth.forward(layers, groups, numbers, r, depth.empty_bank(r, layers.config), segment_ids)
+
+
 def residual_sizes(run, config):
     """Elements of every array that the backward pass keeps, apart from the model itself."""
     r = jax.ShapeDtypeStruct((2, 16, config.hidden_size), jnp.float32)
     ids = jax.ShapeDtypeStruct((2, 16), jnp.int32)
-    stages = [list(runs) for runs in abstract_model(config).stages]
+    groups, numbers = abstract_model(config)._layers()
 
-    def vjp(stages, r, ids):
-        return jax.vjp(lambda stages, r: run(config, stages, r, ids)[:2], stages, r)[1]
+    def vjp(groups, r, ids):
+        return jax.vjp(lambda groups, r: run(Depth(config), groups, numbers, r, ids)[:2], groups, r)[1]
 
-    parameters = {x.shape for x in jax.tree.leaves(stages)}
-    kept = jax.tree.leaves(jax.eval_shape(vjp, stages, r, ids))
+    parameters = {x.shape for x in jax.tree.leaves(groups)}
+    kept = jax.tree.leaves(jax.eval_shape(vjp, groups, r, ids))
     return sum(math.prod(x.shape) for x in kept if x.shape not in parameters), math.prod(r.shape)
 
 
@@ -100,7 +104,7 @@ def test_bank_is_not_saved_per_layer():
     config = tiny_config(num_layers=24, mla_layers=(), first_dense_layers=24, moe=None, attn_res_block=3)
     kept, activation = residual_sizes(depth.run_layers, config)
     assert kept <= (config.num_layers + config.num_attn_res_blocks + 1) * activation
-    plain, _ = residual_sizes(depth._forward, config)
+    plain, _ = residual_sizes(plain_forward, config)
     assert plain > config.num_layers * config.num_attn_res_blocks * activation
 
 

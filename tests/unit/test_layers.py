@@ -8,6 +8,7 @@ from flax import nnx
 
 from k3_jax.nn.attn_res import AttnRes, empty_summary, merge, mix, scores
 from k3_jax.nn.block import push
+from k3_jax.nn.grouping import Depth
 from k3_jax.nn.kda import conv_context, short_conv
 from k3_jax.nn.layout import abstract_layers
 from k3_jax.nn.linear import MLP, situ
@@ -52,7 +53,7 @@ def test_situ_is_computed_in_float32_and_rounded_once():
 def test_mlp_is_the_glu_of_the_oracle():
     config = tiny_config(num_layers=1, mla_layers=(), first_dense_layers=1, moe=None)
     model = make_model(config)
-    block = jax.tree.map(lambda x: x[0, 0], model.stages[0][0])
+    block = jax.tree.map(lambda x: x[0, 0], model.groups[0][0])
     assert isinstance(block.dense, MLP)
     x = normal(2, 3, config.hidden_size)
     expected = oracle.glu(x.astype(np.float64), to_named(model, config), "layers.0.dense.", config)
@@ -262,7 +263,7 @@ def test_source_counts_of_93_layers():
     """Spec 4.4, by the oracle's own bookkeeping; the model uses ceil(L / 12) and floor(L / 12) + 1 rows and r."""
     config = tiny_config(num_layers=93, mla_layers=(), first_dense_layers=93, moe=None, hidden_size=2, vocab_size=3,
                          dense_dim=2, kda={"num_heads": 1, "head_dim": 2}, attn_res_block=12)  # fmt: skip
-    shapes = abstract_layers(abstract_model(config), config)
+    shapes = abstract_layers(abstract_model(config), Depth(config))
     model = oracle.Oracle({name: normal(*x.shape) for name, x in shapes.items()}, config)
     model.token(0)
     for layer, (attention, ffn) in SOURCES.items():

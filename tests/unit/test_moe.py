@@ -25,7 +25,7 @@ def layer():
     """(LatentMoE, its tensors as the oracle names them)."""
     model = make_model(CONFIG, seed=3)
     named = {name.removeprefix("layers.0."): x for name, x in to_named(model, CONFIG).items()}
-    return jax.tree.map(lambda x: x[0, 0], model.stages[0][0]).moe, named
+    return jax.tree.map(lambda x: x[0, 0], model.groups[0][0]).moe, named
 
 
 # --- The layer against the oracle ---
@@ -109,7 +109,7 @@ def test_router_picks_the_experts_of_float64(dtype):
 
 
 def make_block_moe(config):
-    return jax.tree.map(lambda x: x[0, 0], make_model(config).stages[0][0]).moe
+    return jax.tree.map(lambda x: x[0, 0], make_model(config).groups[0][0]).moe
 
 
 # --- Routed experts: sorted rows against every expert on every token ---

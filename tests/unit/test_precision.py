@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from k3_jax.nn.attn_res import merge, mix, summarise
+from k3_jax.nn.grouping import Depth
 from k3_jax.nn.layout import abstract_layers
 from pallas_kernels.common.testing import equations, relative_rms
 from tests.models import abstract_model, make_model, random_tokens, tiny_config
@@ -118,7 +119,7 @@ def test_sums_are_float32(jaxprs):
 
 def test_float32_tensors_stay_float32(dtype):
     """Gates, convolutions, KDA's output norm and the router's bias; everything else is as asked."""
-    for name, x in abstract_layers(abstract_model(CONFIG, dtype), CONFIG).items():
+    for name, x in abstract_layers(abstract_model(CONFIG, dtype), Depth(CONFIG)).items():
         assert x.dtype == (jnp.float32 if name.rsplit(".", 1)[-1] in ALWAYS_FLOAT32 else dtype), name
 
 

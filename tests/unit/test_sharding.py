@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from k3_jax import sharding
 from k3_jax.config import ConfigError, MeshConfig
 from k3_jax.mesh import make_mesh
+from k3_jax.nn.grouping import Depth
 from k3_jax.nn.layout import abstract_layers
 from k3_jax.train.loss import next_token_loss
 from pallas_kernels.common.testing import assert_gradients_close
@@ -129,7 +130,7 @@ def test_loss_gradients_and_reports_are_those_of_one_device(name, one_device):
 
 def test_parameters_are_sharded_by_the_table():
     with jax.set_mesh(mesh_of("data_fsdp_tensor")):
-        layers = abstract_layers(abstract_model(CONFIG), CONFIG)
+        layers = abstract_layers(abstract_model(CONFIG), Depth(CONFIG))
         for name, axes in TABLE.items():
             spec = PartitionSpec(*(None if axis == "-" else axis for axis in axes.split()))
             wanted = NamedSharding(layers[name].sharding.mesh, spec)
@@ -139,7 +140,7 @@ def test_parameters_are_sharded_by_the_table():
 def test_every_matrix_is_sharded():
     """Nothing big is left whole on each device: only vectors, and the router's bias, have no axis."""
     with jax.set_mesh(mesh_of("data_fsdp_tensor")):
-        for name, x in abstract_layers(abstract_model(CONFIG), CONFIG).items():
+        for name, x in abstract_layers(abstract_model(CONFIG), Depth(CONFIG)).items():
             assert x.ndim == 1 or any(x.sharding.spec), name
 
 
