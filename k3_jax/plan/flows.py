@@ -58,11 +58,11 @@ def _weights(run: RunConfig, mesh, sizes: Sizes, model: K3) -> Iterable[Flow]:
     totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     for name, leaf in zip(jax.tree.leaves(leaf_names(model)), jax.tree.leaves(model), strict=True):
         axes = _gathered_axes(leaf)
-        if not axes:
+        if not axes or name == "embed":
             continue
-        width = FLOAT if name in ("embed", "moe.router") else sizes.width
-        what = {"embed": "embedding", "lm_head": "head"}.get(name, "experts" if name in EXPERTS else "other weights")
-        there, back = {"embed": (1, 1), "lm_head": (2 * chunks, chunks)}.get(name, (2, 1))
+        width = FLOAT if name == "moe.router" else sizes.width
+        what = "head" if name == "lm_head" else "experts" if name in EXPERTS else "other weights"
+        there, back = (2 * chunks, chunks) if name == "lm_head" else (2, 1)
         whole = shard_bytes(leaf) // FLOAT * width
         for axis in axes:
             whole *= mesh[axis]
@@ -89,6 +89,9 @@ def _batch(run: RunConfig, mesh, sizes: Sizes) -> Iterable[Flow]:
     counts = (config.num_layers - config.first_dense_layers) * moe.num_experts * (moe.quantile_bins + 1) if moe else 0
     vectors = 8 * config.num_layers * config.hidden_size
     yield Flow("router's counts, gradients of vectors", "all-reduce", axes, 2 * sizes.micro * FLOAT * (counts + vectors))
+    # Tokens travel to the embedding's columns, columns back to the tokens' ranks (nn/embedding.py).
+    yield Flow("embedding: tokens", "all-gather", ("fsdp",), sizes.micro * sizes.tokens * 4 * mesh["fsdp"])
+    yield Flow("embedding: rows, and their gradients", "all-to-all", ("fsdp",), 2 * sizes.micro * sizes.stream)
 
 
 def _muon(mesh, sizes: Sizes, model: K3) -> Iterable[Flow]:
