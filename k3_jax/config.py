@@ -345,7 +345,9 @@ class TrainConfig:
         starts = [stage.start for stage in self.context_stages]
         _require(starts == sorted(set(starts)), "TrainConfig.context_stages", starts, "increasing starts")
         for option in self.tpu_options:
-            _require(re.fullmatch(r"xla_\w+=\w+", option) is not None, "TrainConfig.tpu_options", option, "xla_NAME=VALUE")
+            _require(
+                re.fullmatch(r"xla_\w+=\w+", option) is not None, "TrainConfig.tpu_options", option, "xla_NAME=VALUE"
+            )
 
 
 @dataclass(frozen=True)

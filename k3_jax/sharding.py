@@ -35,8 +35,8 @@ ACTIVE: dict[str, Axes] = {
     "F": ("tensor",),
     "E": ("expert",),
 }
-# Mesh axes over which weights are stored and not used, in the order in which they are gathered. One after the other: XLA
-# gathers over both at once by an all-reduce of zeros.
+# Mesh axes over which weights are stored and not used, in the order in which they are gathered. One after the other:
+# XLA gathers over both at once by an all-reduce of zeros.
 GATHERED = ("expert", "fsdp")
 
 
@@ -101,8 +101,8 @@ def reshape(x: jax.Array, shape: tuple[int, ...], letters: str) -> jax.Array:
 
 
 def use(weight: jax.Array, letters: str, dtype: DTypeLike, out: str) -> jax.Array:
-    """A stored weight, cast and gathered for a product laid out by `out`; the gradient is summed over the tokens of `out`
-    in `dtype`, and scattered while it is summed.
+    """A stored weight, cast and gathered for a product laid out by `out`; the gradient is summed over the tokens of
+    `out` in `dtype`, and scattered while it is summed.
 
     In JAX's words the gradient is "unreduced", and so a value whose gradient is so "reduced". Left to itself XLA
     all-reduces a gradient whole and then cuts it.

@@ -1,7 +1,7 @@
-"""What travels in a step, from the configuration and the sharding table: kind of collective, mesh axes, bytes per device.
+"""What travels in a step, from the configuration and the sharding table: kind of collective, mesh axes, bytes.
 
-Bytes are what one device sends, counted as in `pallas_kernels.common.traffic`. A compiled step may not hold a collective
-of another kind or over other axes: `unlisted`.
+Bytes are what one device sends, counted as in `pallas_kernels.common.traffic`. A compiled step may not hold a
+collective of another kind or over other axes: `unlisted`.
 """
 
 import math
@@ -88,20 +88,33 @@ def _batch(run: RunConfig, mesh, sizes: Sizes) -> Iterable[Flow]:
     config, moe = run.model, run.model.moe
     counts = (config.num_layers - config.first_dense_layers) * moe.num_experts * (moe.quantile_bins + 1) if moe else 0
     vectors = 8 * config.num_layers * config.hidden_size
-    yield Flow("router's counts, gradients of vectors", "all-reduce", axes, 2 * sizes.micro * FLOAT * (counts + vectors))
+    yield Flow(
+        "router's counts, gradients of vectors", "all-reduce", axes, 2 * sizes.micro * FLOAT * (counts + vectors)
+    )
     # Tokens travel to the embedding's columns, columns back to the tokens' ranks (nn/embedding.py).
     yield Flow("embedding: tokens", "all-gather", ("fsdp",), sizes.micro * sizes.tokens * 4 * mesh["fsdp"])
     yield Flow("embedding: rows, and their gradients", "all-to-all", ("fsdp",), 2 * sizes.micro * sizes.stream)
 
 
 def _muon(mesh, sizes: Sizes, model: K3) -> Iterable[Flow]:
-    """Shards to the owners of whole blocks and back."""
-    totals: dict[str, float] = {}
+    """Shards to the owners of whole blocks and back; zeros fill up what the owners do not divide."""
+    totals: dict[tuple[str, ...], float] = {}
     for name, leaf in zip(jax.tree.leaves(leaf_names(model)), jax.tree.leaves(model), strict=True):
-        if isinstance(rule_of(name), MuonRule) and (axes := tuple(reversed(_gathered_axes(leaf)))):
-            totals[axes] = totals.get(axes, 0) + 2 * shard_bytes(leaf) // FLOAT * sizes.width
+        rule, axes = rule_of(name), tuple(reversed(_gathered_axes(leaf)))
+        if isinstance(rule, MuonRule) and axes:
+            blocks, owners = _blocks(rule, leaf), math.prod(mesh[axis] for axis in axes)
+            filled = -(-blocks // owners) * owners / blocks
+            totals[axes] = totals.get(axes, 0) + 2 * filled * shard_bytes(leaf) // FLOAT * sizes.width
     for axes, total in totals.items():
         yield Flow("Muon: blocks to their owners and back", "all-to-all", axes, total)
+
+
+def _blocks(rule: MuonRule, leaf: jax.ShapeDtypeStruct) -> int:
+    """Blocks of which a device has a part."""
+    axes, inside = rule.axes.split(), {*rule.rows.split(), *rule.columns.split()}
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    stacked, own = shape[: -len(axes)], shape[-len(axes) :]
+    return math.prod(stacked) * math.prod(size for axis, size in zip(axes, own, strict=True) if axis not in inside)
 
 
 def _experts(mesh, sizes: Sizes) -> Iterable[Flow]:
@@ -112,7 +125,9 @@ def _experts(mesh, sizes: Sizes) -> Iterable[Flow]:
     rows = sizes.tokens * moe.top_k * moe.latent_dim * b
     expert = 3 * moe.latent_dim * moe.expert_dim // sizes.tensor
     yield Flow("experts: rows", "ragged-all-to-all", ("expert",), layers * (2 + 2 + 3) * rows)
-    yield Flow("experts: borrowed, and their gradients", "ragged-all-to-all", ("expert",), layers * expert * (3 * b + FLOAT))
+    yield Flow(
+        "experts: borrowed, and their gradients", "ragged-all-to-all", ("expert",), layers * expert * (3 * b + FLOAT)
+    )
     counts = FLOAT * moe.num_experts * mesh["expert"]
     yield Flow("experts: counts", "all-gather", ("expert",), 2 * layers * counts)
 
@@ -128,7 +143,7 @@ def _context(mesh, sizes: Sizes) -> Iterable[Flow]:
     yield Flow("MLA latents: gradients", "reduce-scatter", ("context",), mla * latents)
 
 
-# Forms in which XLA writes a reduce-scatter whose shards are not whole tiles: all of the sum, cut; rows from a neighbour.
+# How XLA writes a reduce-scatter whose shards are not whole tiles: all of the sum, cut; rows from a neighbour.
 INSTEAD_OF_SCATTER = ("all-reduce", "collective-permute")
 
 

@@ -88,6 +88,7 @@ class Sizes:
     width: int  # b
     micro: int  # micro-batches per step
     expert: int
+    context: int
     tensor: int
 
     @staticmethod
@@ -97,7 +98,8 @@ class Sizes:
         shards = math.prod(mesh[axis] for letter in "BT" for axis in sharding.ACTIVE[letter])
         width = jax.numpy.dtype(run.train.compute_dtype).itemsize
         tokens = rows * run.data.sequence_length // shards
-        return Sizes(run.model, tokens, width, run.train.grad_accumulation, mesh["expert"], mesh["tensor"])
+        ranks = (mesh[axis] for axis in ("expert", "context", "tensor"))
+        return Sizes(run.model, tokens, width, run.train.grad_accumulation, *ranks)
 
     @property
     def stream(self) -> int:
@@ -121,7 +123,8 @@ def make_ledger(run: RunConfig, pod: Pod, model: K3) -> Ledger:
     return Ledger(
         [*arguments, Item(BATCH, "tokens, segments, mask", batch)],
         {
-            "backward pass of a layer": _padded(gradients + _saved(sizes) + _layer(sizes)),
+            "backward pass of a KDA layer": _padded(gradients + _saved(sizes) + _layer(sizes)),
+            "backward pass of an MLA layer": _padded(gradients + _saved(sizes) + _whole_row(sizes)),
             "update": _padded(_update(weights, sizes)),
         },
     )
@@ -171,6 +174,17 @@ def _layer(sizes: Sizes) -> list[Item]:
     return items + (_experts(sizes) if config.moe else [])
 
 
+def _whole_row(sizes: Sizes) -> list[Item]:
+    """Where a row is cut over ranks, each expands the keys and values of all of it (nn/mla.py)."""
+    mla = sizes.config.mla
+    heads = mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) // sizes.tensor
+    row = sizes.tokens * sizes.context * heads * sizes.width if sizes.context > 1 else 0
+    return [
+        Item(ACTIVATIONS, "12 [S, D] around it", 12 * sizes.stream),
+        Item(BUFFERS, "MLA: keys and values of whole rows, and their gradients", 2 * row),
+    ]
+
+
 def _experts(sizes: Sizes) -> list[Item]:
     """Rows of z and of the upstream gradient, sent and received; three of four chunks' gate, up and hidden."""
     moe, b = sizes.config.moe, sizes.width
@@ -186,7 +200,7 @@ def _experts(sizes: Sizes) -> list[Item]:
 
 
 def _update(weights: Counter, sizes: Sizes) -> list[Item]:
-    """New momentum in the place of the gradients, updates, what Muon sends and receives: all sharded like the weights."""
+    """New momentum in the place of the gradients, updates, what Muon sends: all sharded like the weights."""
     total = sum(weights.values())
     return [
         Item(OPTIMIZER, "new momentum, not yet accepted", total),

@@ -4,7 +4,6 @@ import math
 import re
 from dataclasses import dataclass
 
-
 from jax.sharding import AbstractMesh, AxisType
 
 from k3_jax.config import ConfigError, MeshConfig
@@ -37,5 +36,3 @@ def pod(topology: str) -> Pod:
     if not re.fullmatch(r"\d+(x\d+){1,2}", sizes):
         raise ConfigError(f"--topology = {topology}: expected chips after a colon, such as {name}:8x8x8")
     return Pod(topology, found, math.prod(map(int, sizes.split("x"))))
-
-

@@ -1,9 +1,8 @@
 """Facts about TPU chips, passed as explicit arguments so that kernels and plans can be made where there is no TPU.
 
 The numbers are those of `pltpu.get_tpu_info_for_chip` in JAX 0.12.0.1 (a test compares them), those of the links
-Google's pages on the generations. JAX states them per
-TensorCore, this table per JAX device: v6e has one core per chip, v5p fuses its two into one device, each of TPU7x's two
-is a device.
+from Google's pages on the generations. JAX states them per TensorCore, this table per JAX device: v6e has one core per
+chip, v5p fuses its two into one device, each of TPU7x's two is a device.
 """
 
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ MIB = 2**20
 class Chip:
     """One JAX device of a TPU generation: sizes in bytes, bandwidth and arithmetic per second, as the vendor's peaks.
 
-    `fp8_flops` is None where the matrix unit has no FP8. `ici_bandwidth` is what a device sends over all its links at once
-    (half a chip's for TPU7x). `topology` is the prefix of topology names, as in "v6e:2x4".
+    `fp8_flops` is None where the matrix unit has no FP8. `ici_bandwidth` is what a device sends over all its links at
+    once (half a chip's for TPU7x). `topology` is the prefix of topology names, as in "v6e:2x4".
     """
 
     name: str

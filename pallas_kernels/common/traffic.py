@@ -1,8 +1,8 @@
 """The collectives of a compiled program: kind, mesh axes, bytes, and how often loops run them.
 
 Bytes are what one device sends, from the sizes of operands and results: (n - 1) / n of a whole array in a gather, a
-scatter or an exchange among n devices, twice that in an all-reduce, all of it in a permutation. Of a ragged exchange only
-the most that its buffers hold is known.
+scatter or an exchange among n devices, twice that in an all-reduce, all of it in a permutation. Of a ragged exchange
+only the most that its buffers hold is known.
 """
 
 import math
@@ -55,7 +55,9 @@ def _walk(
             yield op, inside, times, asynchronous or op.opcode.endswith("-start")
         elif not op.opcode.endswith(("-done", "-update")):
             runs = times * trips(op, computations)
-            for name in re.findall(r"(?:calls=|body=|to_apply=|_computation=|branch_computations=\{|, )%([\w.\-]+)", op.rest):
+            for name in re.findall(
+                r"(?:calls=|body=|to_apply=|_computation=|branch_computations=\{|, )%([\w.\-]+)", op.rest
+            ):
                 if name in computations:
                     yield from _walk(computations[name], computations, runs, op.opcode.endswith("-start"))
 

@@ -9,7 +9,6 @@ from pallas_kernels.common.hlo import flops, read_hlo
 from pallas_kernels.common.overlap import replay
 
 
-
 def of(seconds: float):
     """What a collective costs: 40 kB in so many seconds."""
     return lambda *_: (40_000.0, float(seconds))

@@ -1,4 +1,4 @@
-"""`k3 plan --topology`: the ledger against real arrays and against full compilations, what travels, operations, errors."""
+"""`k3 plan --topology`: the ledger against the real state and full compilations, what travels, operations, errors."""
 
 import dataclasses
 import json
@@ -55,11 +55,11 @@ def test_tokens_of_a_device_are_its_share():
 
 
 def test_state_of_the_released_model(pretrain):
-    """12 bytes per parameter with its gradient, over 1,024 devices; AdamW's second moment and what is not cut are small."""
+    """4 bytes per parameter in each of weights, momentum and gradient, over 1,024 devices; what is not cut is small."""
     groups = pretrain.ledger.by_group()
     per_device = 4 * 2_779_484_476_000 / 1024
-    assert groups["weights"] == pytest.approx(per_device, rel=0.07)
-    assert groups["optimizer"] == pytest.approx(groups["weights"], rel=0.01)
+    assert groups["weights"] == pytest.approx(per_device, rel=0.1)
+    assert groups["optimizer"] == pytest.approx(groups["weights"], rel=0.04)
     assert groups["gradients"] == 2 * groups["weights"]  # of all micro-batches, and of this one
     assert pretrain.ledger.peak_bytes < tpu.TPU7X.hbm_bytes
 
@@ -70,6 +70,16 @@ def test_it_says_what_is_largest_when_it_does_not_fit(capsys):
     out = capsys.readouterr().out
     assert "IT DOES NOT FIT" in out and "activations inputs of 93 layers 87.38 GB" in out
     assert "fewer tokens per device" in out
+
+
+def test_a_row_over_ranks_is_expanded_whole_on_each():
+    """1M tokens over 128 ranks: 50 GB of keys and values, and as much of gradients."""
+    mesh = MeshConfig(context=128, expert=8)
+    run = dataclasses.replace(load_recipe(PRETRAIN), mesh=mesh)
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, sequence_length=2**20, batch_size=64))
+    plan = training.plan_training(run, "tpu7x:8x8x8", lowered=False, effort=None)
+    assert plan.ledger.moment == "backward pass of an MLA layer"
+    assert max(x.bytes for x in plan.ledger.largest if x.name.startswith("MLA")) == 2 * 2**20 * 96 * 256 * 2
 
 
 def test_operations_are_six_per_active_parameter_and_token(pretrain):
@@ -103,10 +113,9 @@ def test_bytes_that_travel(pretrain):
 
 def test_a_collective_that_is_not_in_the_plan_is_named():
     flows = [Flow("weights", "reduce-scatter", ("fsdp",), 1.0)]
-    found = [Collective(kind, axes, 1, 1, False) for kind, axes in (
-        ("reduce-scatter", ("fsdp",)), ("all-reduce", ("fsdp",)), ("all-to-all", ("fsdp",)), ("reduce-scatter", ("expert",)),
-        ("all-gather", ()),
-    )]  # fmt: skip
+    scatter, other = "reduce-scatter", "all-to-all"
+    kinds = [(scatter, ("fsdp",)), ("all-reduce", ("fsdp",)), (other, ("fsdp",)), (scatter, ("expert",)), (other, ())]
+    found = [Collective(kind, axes, 1, 1, False) for kind, axes in kinds]
     assert [(x.kind, x.axes) for x in unlisted(found, flows)] == [
         ("all-to-all", ("fsdp",)),
         ("reduce-scatter", ("expert",)),

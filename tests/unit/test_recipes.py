@@ -12,7 +12,14 @@ from k3_jax.overrides import from_json, to_json
 from k3_jax.recipe import find_recipe, load_recipe, shipped_recipes
 
 PRETRAIN = ["configs/k3_pretrain_tpu7x_512.py", "configs/k3_pretrain_v5p_1024.py"]
-RECIPES = ["configs/k3.py", "configs/k3_3b.py", "configs/k3_48b.py", *PRETRAIN, "configs/tiny.py", "configs/tiny_chat.py"]
+RECIPES = [
+    "configs/k3.py",
+    "configs/k3_3b.py",
+    "configs/k3_48b.py",
+    *PRETRAIN,
+    "configs/tiny.py",
+    "configs/tiny_chat.py",
+]
 GOOD = """
 from k3_jax.config import *
 def get_config():

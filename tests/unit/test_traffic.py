@@ -1,4 +1,4 @@
-"""Collectives of HLO text: their mesh axes in every notation of device groups, their bytes, how often loops run them."""
+"""Collectives of HLO text: mesh axes in every notation of device groups, bytes, how often loops run them."""
 
 import pytest
 
