@@ -99,7 +99,11 @@ def as_json(plan: TrainingPlan) -> dict[str, Any]:
         "tokens_per_step": plan.work.tokens,
         "ledger": dataclasses.asdict(ledger)
         | {"argument_bytes": ledger.argument_bytes, "temporary_bytes": ledger.temporary_bytes}
-        | {"peak_bytes": ledger.peak_bytes, "hbm_bytes": plan.pod.chip.hbm_bytes, "by_group": ledger.by_group()},
+        | {
+            "peak_bytes": ledger.peak_bytes,
+            "hbm_bytes": plan.pod.chip.program_hbm_bytes,
+            "by_group": ledger.by_group(),
+        },
         "collectives": [dataclasses.asdict(flow) for flow in plan.flows],
         "work": dataclasses.asdict(plan.work),
         "seconds": seconds,
@@ -131,7 +135,7 @@ def tables(plan: TrainingPlan) -> list[Table]:
 
 
 def _memory_table(plan: TrainingPlan) -> Table:
-    ledger, hbm = plan.ledger, plan.pod.chip.hbm_bytes
+    ledger, hbm = plan.ledger, plan.pod.chip.program_hbm_bytes
     where = f"{plan.pod.topology}, {plan.pod.chips:,} chips, {plan.pod.devices:,} devices"
     table = new_table(f"{plan.run.name}: bytes on each of the devices of {where}", "item", "bytes", "compiled")
     for group, total in ledger.by_group().items():
@@ -146,7 +150,7 @@ def _memory_table(plan: TrainingPlan) -> Table:
     )
     peak = step.argument_bytes + step.temporary_bytes if step else ledger.peak_bytes
     table.add_row("peak", size(ledger.peak_bytes), size(peak) if step else "")
-    table.add_row(f"HBM of a device: {'it fits' if peak < hbm else 'IT DOES NOT FIT'}", size(round(hbm)))
+    table.add_row(f"HBM for a program: {'it fits' if peak < hbm else 'IT DOES NOT FIT'}", size(round(hbm)))
     if peak >= hbm:
         table.caption = advice(ledger)
     return table

@@ -15,7 +15,7 @@ class Chip:
     """One JAX device of a TPU generation: sizes in bytes, bandwidth and arithmetic per second, as the vendor's peaks.
 
     `fp8_flops` is None where the matrix unit has no FP8. `ici_bandwidth` is what a device sends over all its links at
-    once (half a chip's for TPU7x). `topology` is the prefix of topology names, as in "v6e:2x4".
+    once (half a chip's for TPU7x), `program_hbm_bytes` what libtpu 0.0.50 leaves to a program, as its error says. `topology` is the prefix of topology names, as in "v6e:2x4".
     """
 
     name: str
@@ -32,6 +32,7 @@ class Chip:
     fp8_flops: float | None
     devices_per_chip: int
     ici_bandwidth: float
+    program_hbm_bytes: float
 
     @property
     def ridge(self) -> float:
@@ -54,6 +55,7 @@ V5P = Chip(
     fp8_flops=None,
     devices_per_chip=1,
     ici_bandwidth=600e9,
+    program_hbm_bytes=95.73 * 2**30,
 )
 V6E = Chip(
     name="v6e",
@@ -70,6 +72,7 @@ V6E = Chip(
     fp8_flops=920e12,
     devices_per_chip=1,
     ici_bandwidth=400e9,
+    program_hbm_bytes=31.24 * 2**30,
 )
 TPU7X = Chip(
     name="tpu7x",
@@ -86,6 +89,7 @@ TPU7X = Chip(
     fp8_flops=2300e12,
     devices_per_chip=2,
     ici_bandwidth=300e9,
+    program_hbm_bytes=94.74 * 2**30,
 )
 CHIPS = (V5P, V6E, TPU7X)
 

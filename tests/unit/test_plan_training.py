@@ -61,7 +61,7 @@ def test_state_of_the_released_model(pretrain):
     assert groups["weights"] == pytest.approx(per_device, rel=0.1)
     assert groups["optimizer"] == pytest.approx(groups["weights"], rel=0.04)
     assert groups["gradients"] == 2 * groups["weights"]  # of all micro-batches, and of this one
-    assert pretrain.ledger.peak_bytes < tpu.TPU7X.hbm_bytes
+    assert pretrain.ledger.peak_bytes < tpu.TPU7X.program_hbm_bytes
 
 
 def test_it_says_what_is_largest_when_it_does_not_fit(capsys):
