@@ -6,6 +6,7 @@ covered if a matrix product is scheduled between the two. Predicted, not measure
 given; latencies and contention for HBM are left out.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -32,9 +33,9 @@ class Replay:
     sent: float = 0.0
     covered: float = 0.0
     bare: Counter[str] = field(default_factory=Counter)
-    products: int = 0  # operations of matrix products so far
+    products: float = 0.0  # operations of matrix products so far
     links_free: float = 0.0
-    pending: dict[str, tuple[float, int, float]] = field(default_factory=dict)  # end, products at the start, bytes
+    pending: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # end, products at the start, bytes
 
     @property
     def now(self) -> float:
@@ -63,22 +64,41 @@ def replay(text: str, chip: Chip, cost: Cost) -> Replay:
     computations = read_hlo(text)
     (entry,) = re.findall(r"^ENTRY %([\w.\-]+) ", text, re.MULTILINE)
     state = Replay()
-    _run(computations[entry], computations, chip, cost, state)
+
+    @functools.cache
+    def steps(name: str) -> list[Step]:
+        inside = computations[name]
+        return [_step(op, inside, computations, chip, cost) for op in inside.values()]
+
+    _run(steps, entry, computations, state)
     return state
 
 
-def _run(inside: Computation, computations, chip: Chip, cost: Cost, state: Replay) -> None:
-    for op in inside.values():
+# An op with what it costs: (products, seconds) of the TensorCore, (bytes, seconds) of a collective.
+Step = tuple[Op, tuple[float, float]]
+
+
+def _step(op: Op, inside: Computation, computations, chip: Chip, cost: Cost) -> Step:
+    if op.name.startswith(COLLECTIVES):
+        return op, cost(op, inside, computations)
+    if op.opcode.endswith(("-start", "-update", "-done", "while")):  # copies run beside
+        return op, (0.0, 0.0)
+    products = flops(op, inside, computations)
+    seconds = max(hbm_bytes(op, inside, computations) / chip.hbm_bandwidth, products / chip.bf16_flops)
+    return op, (float(products), seconds)
+
+
+def _run(steps: Callable[[str], list[Step]], name: str, computations, state: Replay) -> None:
+    for op, (amount, seconds) in steps(name):
         if op.opcode == "while":
             body = re.search(r"body=%([\w.\-]+)", op.rest)[1]
             for _ in range(trips(op, computations)):
-                _run(computations[body], computations, chip, cost, state)
+                _run(steps, body, computations, state)
         elif op.name.startswith(COLLECTIVES):
-            _communicate(op, cost(op, inside, computations), state)
-        elif not op.opcode.endswith(("-start", "-update", "-done")):  # copies that run beside
-            products = flops(op, inside, computations)
-            state.products += products
-            state.compute += max(hbm_bytes(op, inside, computations) / chip.hbm_bandwidth, products / chip.bf16_flops)
+            _communicate(op, (amount, seconds), state)
+        else:
+            state.products += amount
+            state.compute += seconds
 
 
 def _communicate(op: Op, cost: tuple[float, float], state: Replay) -> None:

@@ -15,7 +15,8 @@ class Chip:
     """One JAX device of a TPU generation: sizes in bytes, bandwidth and arithmetic per second, as the vendor's peaks.
 
     `fp8_flops` is None where the matrix unit has no FP8. `ici_bandwidth` is what a device sends over all its links at
-    once (half a chip's for TPU7x), `program_hbm_bytes` what libtpu 0.0.50 leaves to a program, as its error says. `topology` is the prefix of topology names, as in "v6e:2x4".
+    once (half a chip's for TPU7x), `program_hbm_bytes` what libtpu 0.0.50 leaves to a program, as its error says.
+    `topology` is the prefix of topology names, as in "v6e:2x4".
     """
 
     name: str
