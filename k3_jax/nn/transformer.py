@@ -44,10 +44,10 @@ class K3(nnx.Module):
         self.config = config
         self.depth = Depth(config, sharding.pipe_size(), interleave)
         self.embed = param(rngs, init, (V, D), "OL", dtype)  # see nn/embedding.py
-        self.groups = nnx.List([])
-        for group in self.depth.groups:
-            shapes = [(kind, (*self.depth.lead, group.repeat, count)) for kind, count in group.runs]
-            self.groups.append(nnx.List([_stack(config, kind, shape, rngs, dtype) for kind, shape in shapes]))
+        key, self.groups = rngs.params(), nnx.List([])
+        for group, numbers in zip(self.depth.groups, self.depth.numbers, strict=True):
+            stacks = [_stack(config, kind, n, key, dtype) for (kind, _), n in zip(group.runs, numbers, strict=True)]
+            self.groups.append(nnx.List(stacks))
         self.output_attn_res = AttnRes(config, rngs=rngs, dtype=dtype)
         self.norm = param(rngs, ones, (D,), "_", dtype)
         self.lm_head = param(rngs, init, (D, V), "DO", dtype)
@@ -141,12 +141,13 @@ class K3(nnx.Module):
         return keys.at[2 * config.num_layers].set(self.output_attn_res.key())
 
 
-def _stack(config: K3Config, kind: Kind, shape: tuple[int, ...], rngs: nnx.Rngs, dtype) -> Block:
-    def make(keys):
-        if keys.ndim:
-            return jax.vmap(make)(keys)
-        return Block(config, kind, rngs=nnx.Rngs(keys), dtype=dtype)
+def _stack(config: K3Config, kind: Kind, numbers: np.ndarray, key: jax.Array, dtype) -> Block:
+    """The layers of these numbers; a layer's first weights do not depend on how layers are stacked."""
 
-    keys = jax.random.split(rngs.params(), shape)
-    spec = PartitionSpec("pipe") if len(shape) > 2 else PartitionSpec()
-    return jax.jit(make)(sharding.place(keys, spec))
+    def make(number):
+        if number.ndim:
+            return jax.vmap(make)(number)
+        return Block(config, kind, rngs=nnx.Rngs(jax.random.fold_in(key, number)), dtype=dtype)
+
+    spec = PartitionSpec("pipe") if numbers.ndim > 2 else PartitionSpec()
+    return jax.jit(make)(sharding.place(jnp.asarray(numbers), spec))

@@ -13,7 +13,7 @@ from k3_jax import sharding
 from k3_jax.parallel.schedule import Schedule
 
 AXIS = "pipe"
-Rows = Float[Array, "n B T D"]
+Rows = Float[Array, "_ B T D"]
 
 
 def zeros(count: int, dtype: DTypeLike, like: Float[Array, "B T D"] | jax.ShapeDtypeStruct) -> Rows:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from k3_jax import sharding
 from k3_jax.config import RunConfig
 from k3_jax.mesh import make_mesh
+from k3_jax.nn.layout import abstract_layers
 from k3_jax.nn.transformer import K3
 from k3_jax.overrides import to_json
 from k3_jax.train import ngram
@@ -134,7 +135,7 @@ class Session:
         return step
 
     def announce(self, state: TrainState) -> None:
-        count = sum(x.size for x in jax.tree.leaves(state.model))
+        count = sum(x.size for x in abstract_layers(state.model, state.model.depth).values())
         self.reporter.say(
             f"{self.run.name}: {count:,} parameters, {self.train_corpus.tokens.size:,} training tokens, "
             f"step {int(state.step)}/{self.run.train.steps}; compiling"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from k3_jax import sharding
 from k3_jax.config import RunConfig
@@ -66,7 +67,8 @@ def make_eval_step(run: RunConfig) -> Callable[[K3, Batch], tuple[jax.Array, jax
     @jax.jit
     def eval_step(model: K3, batch: Batch):
         if model.depth.lead:
-            micros = micro_batches(batch, run.train.grad_accumulation)
+            whole = jax.tree.map(lambda x: sharding.place(x, PartitionSpec()), batch)  # numbers only: no activations
+            micros = micro_batches(whole, run.train.grad_accumulation)
             return pipeline.evaluate(run, model, micros), batch.loss_mask.sum()
         h, _ = model.hidden(batch.tokens, batch.segment_ids, jnp.dtype(run.train.compute_dtype))
         return next_token_loss(model, h, batch.tokens, batch.loss_mask, run.train.loss_chunk, z_loss=0.0)

@@ -1,6 +1,5 @@
-"""Sharding: the table, and the model on meshes of 8 fake devices against one device."""
+"""Sharding: the table of letters, and where the model's tensors lie."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -16,9 +15,7 @@ from k3_jax.config import ConfigError, MeshConfig
 from k3_jax.mesh import make_mesh
 from k3_jax.nn.grouping import Depth
 from k3_jax.nn.layout import abstract_layers
-from k3_jax.train.loss import next_token_loss
-from pallas_kernels.common.testing import assert_gradients_close
-from tests.models import abstract_model, make_model, quick_jit, random_tokens, tiny_config, to_named
+from tests.models import abstract_model, tiny_config
 
 # One layer of each mixer and of each FFN, with sizes that 8 devices divide.
 CONFIG = tiny_config(
@@ -29,17 +26,7 @@ CONFIG = tiny_config(
     moe={"num_experts": 16},
     attn_res_block=2,
 )
-MESHES = {
-    "data": MeshConfig(data=8),
-    "fsdp": MeshConfig(fsdp=8),
-    "data_and_tensor": MeshConfig(data=2, tensor=4),
-    "data_fsdp_tensor": MeshConfig(data=2, fsdp=2, tensor=2),
-    "expert": MeshConfig(expert=8),
-    "data_expert_tensor": MeshConfig(data=2, expert=2, tensor=2),
-    "fsdp_expert": MeshConfig(fsdp=2, expert=4),
-    "data_context": MeshConfig(data=2, context=4),
-    "expert_context_tensor": MeshConfig(expert=2, context=2, tensor=2),
-}
+MESH = MeshConfig(data=2, fsdp=2, tensor=2)
 # Axes of one layer's tensor; "-" is not sharded.
 TABLE = {
     "embed": "tensor fsdp", "lm_head": "fsdp tensor", "norm": "-", "output_attn_res.query": "-",
@@ -58,78 +45,8 @@ TABLE = {
 }  # fmt: skip
 
 
-@functools.cache
-def mesh_of(name):
-    return make_mesh(MESHES[name])
-
-
-def shard(model):
-    """The same numbers, laid out by the table on the mesh that is set."""
-    mesh = jax.sharding.get_mesh()
-    wanted = jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), abstract_model(CONFIG))
-    return jax.device_put(model, wanted)
-
-
-def batch():
-    """Eight rows: packed documents, padding, and a row without anything."""
-    tokens = random_tokens(CONFIG, 8, 12)
-    ids = np.zeros((8, 12), np.int32)
-    ids[1, 5:], ids[2, 9:], ids[3, :], ids[4, 2:7] = 1, -1, -1, 3
-    mask = (ids >= 0) & (ids == np.roll(ids, -1, 1))
-    mask[:, -1] = False
-    return tokens, jnp.asarray(ids), jnp.asarray(mask)
-
-
-def loss(model, tokens, ids, mask, dtype=jnp.float32):
-    h, reports = model.hidden(tokens, ids, dtype)
-    total, count = next_token_loss(model, h, tokens, mask, 8, 0.0)
-    return total / count, reports
-
-
-step = quick_jit(jax.value_and_grad(loss, has_aux=True))
-
-
-def rows(x):
-    """On the mesh that is set."""
-    return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), sharding.active("BT")))
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    model = make_model(CONFIG, seed=5)
-    (value, reports), gradients = step(model, *batch())
-    return model, float(value), to_named(gradients, CONFIG), reports
-
-
-SLOW = {
-    "data",
-    "fsdp",
-    "data_and_tensor",
-    "expert",
-    "data_expert_tensor",
-    "data_context",
-}  # the others use the same axes
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MESHES]
-)
-def test_loss_gradients_and_reports_are_those_of_one_device(name, one_device):
-    model, expected, expected_gradients, expected_reports = one_device
-    with jax.set_mesh(mesh_of(name)):
-        sharded = shard(model)
-        (value, reports), gradients = step(sharded, *(rows(x) for x in batch()))
-        same = jax.tree.map(lambda g, p: g.sharding.is_equivalent_to(p.sharding, p.ndim), gradients, sharded)
-    assert all(jax.tree.leaves(same)), "a gradient is not laid out like its parameter"
-    np.testing.assert_allclose(float(value), expected, rtol=1e-6)
-    gradients = jax.device_get(gradients)
-    assert_gradients_close(to_named(gradients, CONFIG), expected_gradients, 1e-4)
-    for actual, wanted in zip(jax.tree.leaves(reports), jax.tree.leaves(expected_reports), strict=True):
-        np.testing.assert_allclose(jax.device_get(actual), wanted, rtol=1e-5)
-
-
 def test_parameters_are_sharded_by_the_table():
-    with jax.set_mesh(mesh_of("data_fsdp_tensor")):
+    with jax.set_mesh(make_mesh(MESH)):
         layers = abstract_layers(abstract_model(CONFIG), Depth(CONFIG))
         for name, axes in TABLE.items():
             spec = PartitionSpec(*(None if axis == "-" else axis for axis in axes.split()))
@@ -139,7 +56,7 @@ def test_parameters_are_sharded_by_the_table():
 
 def test_every_matrix_is_sharded():
     """Nothing big is left whole on each device: only vectors, and the router's bias, have no axis."""
-    with jax.set_mesh(mesh_of("data_fsdp_tensor")):
+    with jax.set_mesh(make_mesh(MESH)):
         for name, x in abstract_layers(abstract_model(CONFIG), Depth(CONFIG)).items():
             assert x.ndim == 1 or any(x.sharding.spec), name
 
@@ -164,8 +81,8 @@ COMPILE = """
 import jax
 from k3_jax.plan.step import lower_train_step
 from tests.models import run_of
-from tests.unit.test_sharding import CONFIG, MESHES
-lower_train_step(run_of(CONFIG, MESHES["data_fsdp_tensor"]), jax.devices(), "cpu").compile()
+from tests.unit.test_sharding import CONFIG, MESH
+lower_train_step(run_of(CONFIG, MESH), jax.devices(), "cpu").compile()
 """
 
 
