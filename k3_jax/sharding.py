@@ -111,6 +111,8 @@ def use(weight: jax.Array, letters: str, dtype: DTypeLike, out: str) -> jax.Arra
     if not has_mesh():
         return weight
     tokens = set(_mesh_axes("".join(letter for letter in out if letter in "BT")))
+    if get_abstract_mesh().manual_axes:  # a pipeline: XLA has no unreduced values there (it aborts, jaxlib 0.12.0.1)
+        tokens = set()
     entries, gathered = tuple(stored(letters)), set()
     for axis in GATHERED:
         if get_abstract_mesh().shape[axis] > 1:
