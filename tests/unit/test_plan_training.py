@@ -23,6 +23,8 @@ from pallas_kernels.common.traffic import Collective
 from tests.models import run_of, tiny_config
 
 PRETRAIN = "configs/k3_pretrain_tpu7x_512.py"
+# Bytes of arguments and temporaries that libtpu 0.0.50.1 placed: docs/results.md, `k3 plan --compile`.
+COMPILED = {"configs/k3_pretrain_tpu7x_512.py": ("tpu7x:8x8x8", 24_255_534_080, 60_956_427_200)}
 EIGHT = "v6e:2x4"  # as many devices as the tests' CPU has
 
 
@@ -62,6 +64,14 @@ def test_state_of_the_released_model(pretrain):
     assert groups["optimizer"] == pytest.approx(groups["weights"], rel=0.04)
     assert groups["gradients"] == 2 * groups["weights"]  # of all micro-batches, and of this one
     assert pretrain.ledger.peak_bytes < tpu.TPU7X.program_hbm_bytes
+
+
+@pytest.mark.parametrize("path", COMPILED)
+def test_the_ledger_is_near_the_compiled_step(path):
+    topology, arguments, temporaries = COMPILED[path]
+    ledger = plan_of(path, topology).ledger
+    assert ledger.argument_bytes == pytest.approx(arguments, rel=0.01)
+    assert ledger.temporary_bytes == pytest.approx(temporaries, rel=0.15)
 
 
 def test_it_says_what_is_largest_when_it_does_not_fit(capsys):
