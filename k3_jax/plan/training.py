@@ -69,6 +69,8 @@ def plan_training(run: RunConfig, topology: str, lowered: bool, effort: str | No
     """`effort`: compile at this optimization level; None: do not. Raises ConfigError for what cannot be."""
     place = pod(topology)
     mesh = place.mesh(run.mesh)
+    if mesh.shape["pipe"] > 1:
+        raise ConfigError(f"mesh.pipe = {mesh.shape['pipe']}: expected 1 (the ledger does not know pipelines yet)")
     check_run(run, mesh, init=None)
     with jax.sharding.use_abstract_mesh(mesh):
         model = audit.abstract_model(run.model)

@@ -17,13 +17,15 @@ from tests.parallel.outcome import assert_same, make, outcome, packed
 EIGHT = tiny_config(num_layers=8, mla_layers=(3, 7), attn_res_block=1)
 # Blocks of two and a short last one; kinds that do not line up with the blocks.
 UNEVEN = tiny_config(num_layers=7, mla_layers=(1, 4, 6), attn_res_block=2)
+# One kind of layer: little to compile.
+ALIKE = tiny_config(num_layers=4, mla_layers=(), first_dense_layers=4, moe=None, attn_res_block=1)
 LENGTHS = (32, 48, 32, 64)
 
 
 @pytest.mark.parametrize(
     ("config", "mesh"),
     [
-        (UNEVEN, MeshConfig(pipe=2, interleave=2)),
+        (ALIKE, MeshConfig(pipe=2, interleave=2)),
         *(
             pytest.param(config, mesh, marks=pytest.mark.slow)
             for config, mesh in (
@@ -34,6 +36,7 @@ LENGTHS = (32, 48, 32, 64)
                 (EIGHT, MeshConfig(pipe=2, interleave=4)),
                 (EIGHT, MeshConfig(pipe=3, interleave=2)),
                 (UNEVEN, MeshConfig(pipe=3)),
+                (UNEVEN, MeshConfig(pipe=2, interleave=2)),
                 (UNEVEN, MeshConfig(pipe=4, data=2)),
             )
         ),

@@ -160,6 +160,7 @@ def test_json(capsys):
         (("--topology", "v4:2x2x1"), "--topology = v4:2x2x1: chip = 'v4': expected one of v5p, v6e, tpu7x"),
         (("--topology", "tpu7x"), "--topology = tpu7x: expected chips after a colon, such as tpu7x:8x8x8"),
         (("--lower",), "--topology is missing"),
+        (("--topology", "v5p:2x2x2", "--set", "mesh.pipe=8"), "mesh.pipe = 8: expected 1 (the ledger does not know"),
         (("--topology", "v5p:2x2x2", "--set", "mesh.fsdp=3"), "expected sizes that multiply to the 8 devices"),
         (("--topology", "v5p:2x2x2", "--set", "mesh.fsdp=8", "--set", "data.batch_size=4"), "data.batch_size = 4"),
     ],
