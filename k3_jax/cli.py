@@ -45,9 +45,10 @@ COMMANDS = {
         "k3 score --checkpoint runs/tiny --tokens tokens.npy --out logits.npy --dtype float32",
     ),
     "plan": Command(
-        "k3_jax.plan",
-        "parameters, optimizer rules and cache of a configuration, without allocating it",
-        "k3 plan --config configs/k3.py --parameters --json",
+        "k3_jax.plan.command",
+        "parameters, optimizer rules and cache of a configuration, or its training on a TPU pod, without allocating it",
+        "k3 plan --config configs/k3.py --parameters --json\n  "
+        "k3 plan --config configs/k3_pretrain_tpu7x_512.py --topology tpu7x:8x8x8",
     ),
     "bench": Command(
         "k3_jax.bench.command",

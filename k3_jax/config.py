@@ -7,6 +7,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -351,6 +352,8 @@ class TrainConfig:
     """The loop. `max_bad_steps` non-finite steps in a row end the run. `loss_chunk` is in tokens per row.
 
     `z_loss`: weight of the squared log-partition; K3 uses none. `activations`: what layers keep for the backward pass.
+    `tpu_options`: "name=value" for XLA, on TPUs only; they
+    are those of LIBTPU_INIT_ARGS without the dashes.
     """
 
     steps: int
@@ -367,6 +370,7 @@ class TrainConfig:
     max_bad_steps: int = 5
     context_stages: tuple[ContextStage, ...] = ()
     activations: tuple[Keep, ...] = ()
+    tpu_options: tuple[str, ...] = ()
 
     def __post_init__(self):
         _require_positive(
@@ -389,6 +393,10 @@ class TrainConfig:
         _require(starts == sorted(set(starts)), "TrainConfig.context_stages", starts, "increasing starts")
         names = [keep.name for keep in self.activations]
         _require(len(names) == len(set(names)), "TrainConfig.activations", names, "each name once")
+        for option in self.tpu_options:
+            _require(
+                re.fullmatch(r"xla_\w+=\w+", option) is not None, "TrainConfig.tpu_options", option, "xla_NAME=VALUE"
+            )
 
 
 @dataclass(frozen=True)

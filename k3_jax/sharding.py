@@ -1,6 +1,6 @@
 """One table: logical letter -> mesh axes. Everything that is sharded is sharded by a string of these letters.
 
-Weights are stored by `STORED` and gathered over `fsdp` where they are used (`use`); activations follow `ACTIVE`.
+Weights are stored by `STORED` and gathered where they are used (`use`); activations follow `ACTIVE`.
 `local` runs a function on each device's own shard. Without a mesh (`jax.set_mesh`) all of them do nothing, so that
 a layer works alone on one device. Letters that are in no table (K, V, L, ...) are never sharded.
 """
@@ -19,7 +19,7 @@ Axes = tuple[str, ...]
 
 # Letters of a stored weight.          D: model width, O: vocabulary, H: heads, F: inner width, E: experts
 STORED: dict[str, Axes] = {
-    "D": ("fsdp",),
+    "D": ("fsdp", "expert"),  # of all that is not an expert: 57B of K3's parameters, and their optimizer state
     "L": ("fsdp",),
     "O": ("tensor",),
     "H": ("tensor",),
@@ -35,6 +35,9 @@ ACTIVE: dict[str, Axes] = {
     "F": ("tensor",),
     "E": ("expert",),
 }
+# Mesh axes over which weights are stored and not used, in the order in which they are gathered. One after the other:
+# XLA gathers over both at once by an all-reduce of zeros.
+GATHERED = ("expert", "fsdp")
 
 
 def _spec(letters: str, table: dict[str, Axes]) -> PartitionSpec:
@@ -97,9 +100,31 @@ def reshape(x: jax.Array, shape: tuple[int, ...], letters: str) -> jax.Array:
     return jax.lax.reshape(x, shape, out_sharding=active(letters) if has_mesh() else None)
 
 
-def use(weight: jax.Array, letters: str, dtype: DTypeLike) -> jax.Array:
-    """A stored weight, cast and gathered over `fsdp` for one use; the gradient is summed in `dtype`, then scattered."""
-    return place(weight.astype(dtype), active(letters))
+def use(weight: jax.Array, letters: str, dtype: DTypeLike, out: str) -> jax.Array:
+    """A stored weight, cast and gathered for a product laid out by `out`; the gradient is summed over the tokens of
+    `out` in `dtype`, and scattered while it is summed.
+
+    In JAX's words the gradient is "unreduced", and so a value whose gradient is so "reduced". Left to itself XLA
+    all-reduces a gradient whole and then cuts it.
+    """
+    weight = weight.astype(dtype)
+    if not has_mesh():
+        return weight
+    tokens = set(_mesh_axes("".join(letter for letter in out if letter in "BT")))
+    if get_abstract_mesh().manual_axes:  # a pipeline: XLA has no unreduced values there (it aborts, jaxlib 0.12.0.1)
+        tokens = set()
+    entries, gathered = tuple(stored(letters)), set()
+    for axis in GATHERED:
+        if get_abstract_mesh().shape[axis] > 1:
+            entries, gathered = tuple(_without(entry, axis) for entry in entries), gathered | {axis}
+            weight = reshard(weight, PartitionSpec(*entries, reduced=gathered & tokens))
+            weight = jax.lax.optimization_barrier(weight)
+    return reshard(weight, PartitionSpec(*active(letters), reduced=tokens))
+
+
+def _without(entry: str | Axes | None, axis: str) -> Axes | None:
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return tuple(name for name in names if name != axis) or None
 
 
 def einsum(subscripts: str, *operands: jax.Array, out: str, **kwargs) -> jax.Array:

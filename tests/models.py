@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
-from k3_jax import sharding
 from k3_jax.config import (
     DataConfig,
     K3Config,
@@ -27,13 +25,9 @@ from k3_jax.config import (
     RunConfig,
     TrainConfig,
 )
-from k3_jax.mesh import make_mesh
 from k3_jax.nn import depth, layout, transformer
 from k3_jax.nn.grouping import Depth
 from k3_jax.nn.transformer import K3
-from k3_jax.train.packing import Batch
-from k3_jax.train.state import new_model, start
-from k3_jax.train.step import make_train_step
 from k3_jax.weights.released import load_released, read_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,19 +147,3 @@ def run_of(model: K3Config, mesh: MeshConfig) -> RunConfig:
     """A training run of small batches, never started: its step is traced only."""
     data, optimizer = DataConfig(sequence_length=16, batch_size=8), OptimizerConfig(learning_rate=1e-2)
     return RunConfig("traced", model, data, optimizer, TrainConfig(1, compute_dtype="float32", loss_chunk=8), mesh)
-
-
-def lower_train_step(run: RunConfig, devices: list[jax.Device], platform: str) -> jax.stages.Lowered:
-    """The whole training step on a mesh of these devices, without a number in memory."""
-    mesh = make_mesh(run.mesh, devices)
-
-    def on_mesh(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, sharding.spec_of(x)))
-
-    with jax.set_mesh(mesh):
-        state = jax.tree.map(on_mesh, jax.eval_shape(lambda: start(run, new_model(run))))
-        micro = run.train.grad_accumulation
-        shape = (micro, run.data.batch_size // micro, run.data.sequence_length)
-        layout = NamedSharding(mesh, PartitionSpec(None, *sharding.active("BT")))
-        batch = Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=layout) for dtype in (jnp.int32, jnp.int32, bool)))
-        return make_train_step(run).trace(state, batch).lower(lowering_platforms=(platform,))

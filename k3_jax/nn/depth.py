@@ -109,7 +109,9 @@ def backward(
 
     def layer(carry, x):
         dr, dbank = carry
-        index, block, kept = x
+        # Nothing of a layer before the gradient has come to it: XLA would recompute several layers, or keep gathered
+        # weights since the forward pass.
+        index, block, kept, dr = jax.lax.optimization_barrier((*x, dr))
         r = restore(of_input, kept[INPUT.name], dr.dtype)
         with replaying(policy, kept):
             _, vjp = jax.vjp(lambda block, r, bank: block(index, r, bank, segment_ids)[0], block, r, bank)

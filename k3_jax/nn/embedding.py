@@ -1,6 +1,7 @@
 """Token embedding from a table that stays where it is stored: rows of the vocabulary over `tensor`, width over `fsdp`.
 
-Tokens travel to the table and not the table, 4.7 GB in float32 at full size, to the tokens.
+Tokens travel to the table and not the table, 4.7 GB in float32 at full size, to the tokens. Its width is not cut over
+`expert` as other weights are: every rank would look up everybody's tokens, a few numbers each.
 """
 
 from functools import partial
@@ -15,7 +16,7 @@ from k3_jax import sharding
 
 def embed(table: Float[Array, "O D"], tokens: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
     """table[tokens] in `dtype`; gradients are added up in the table's own."""
-    look_up = sharding.local(partial(_look_up, dtype=dtype), (sharding.stored("OD"), "BT"), "BTD")
+    look_up = sharding.local(partial(_look_up, dtype=dtype), (sharding.stored("OL"), "BT"), "BTD")
     return look_up(table, tokens)
 
 

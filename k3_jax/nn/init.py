@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, UInt32
 Init = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 
 
+@jax.jit
 def _mix(x: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
     """MurmurHash3's 32-bit finaliser: every input bit reaches every output bit."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)

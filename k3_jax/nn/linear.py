@@ -23,7 +23,7 @@ def param(rngs: nnx.Rngs, init: Init, shape: tuple[int, ...], letters: str, dtyp
 
 def project(subscripts: str, x: Array, weight: nnx.Param | Array, letters: str, out: str) -> Array:
     """`einsum(subscripts, x, weight)` in x's dtype with float32 accumulation. `letters` name the weight's axes."""
-    used = sharding.use(weight[...], letters, x.dtype)
+    used = sharding.use(weight[...], letters, x.dtype, out)
     return sharding.einsum(subscripts, x, used, out=out, precision=precision(x.dtype))
 
 

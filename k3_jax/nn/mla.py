@@ -73,7 +73,7 @@ class MLA(nnx.Module):
         """Inference form: T new positions per row after `start` cached ones. `valid` < 0 marks right padding,
         which is neither cached nor attended to. Raises nothing when the cache is full: the caller checks."""
         c, dtype = self.config.mla, x.dtype
-        (q_nope, q_pe), kv_b = self._query(x), sharding.use(self.kv_b[...], "LH_", dtype)
+        (q_nope, q_pe), kv_b = self._query(x), sharding.use(self.kv_b[...], "LH_", dtype, "BTH_")
         absorbed = sharding.einsum(
             "bthn,chn->bthc", q_nope, kv_b[..., : c.qk_nope_head_dim], out="BTH_", precision=precision(dtype)
         )

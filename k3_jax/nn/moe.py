@@ -52,7 +52,7 @@ class LatentMoE(nnx.Module):
         p, chosen, stats = self.route(x, segment_ids)
         z = named("moe_latent", project("btd,dl->btl", x, self.latent_down, "D_", "BT_"))
         weights = tuple(
-            sharding.use(w[...], letters, x.dtype)
+            sharding.place(w[...].astype(x.dtype), sharding.active(letters))
             for w, letters in ((self.w1, "ELF"), (self.w3, "ELF"), (self.w2, "EFL"))
         )
         experts = sharding.local(
@@ -64,7 +64,7 @@ class LatentMoE(nnx.Module):
 
     def route(self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]):
         """Combine weights p [B, T, k] (float32), chosen experts [B, T, k] and the counts of this batch."""
-        router = sharding.use(self.router[...], "D_", jnp.float32)
+        router = sharding.use(self.router[...], "D_", jnp.float32, "BT_")
         logits = sharding.einsum(
             "btd,de->bte", x.astype(jnp.float32), router, out="BT_", precision=jax.lax.Precision.HIGHEST
         )

@@ -45,7 +45,7 @@ class K3(nnx.Module):
         init, V, D = normal(config.init_std), config.vocab_size, config.hidden_size
         self.config = config
         self.depth = Depth(config, sharding.pipe_size(), interleave)
-        self.embed = param(rngs, init, (V, D), "OD", dtype)
+        self.embed = param(rngs, init, (V, D), "OL", dtype)  # see nn/embedding.py
         key, self.groups = rngs.params(), nnx.List([])
         for group, numbers in zip(self.depth.groups, self.depth.numbers, strict=True):
             stacks = [_stack(config, kind, n, key, dtype) for (kind, _), n in zip(group.runs, numbers, strict=True)]
@@ -94,7 +94,7 @@ class K3(nnx.Module):
 
     def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T O"]:
         """float32 sums of products in h's dtype: rounding logits to bfloat16 would cost 0.02 nats per token."""
-        head = sharding.use(self.lm_head[...], "DO", h.dtype)
+        head = sharding.use(self.lm_head[...], "DO", h.dtype, "BTO")
         return sharding.einsum(
             "btd,do->bto", h, head, out="BTO", precision=precision(h.dtype), preferred_element_type=jnp.float32
         )

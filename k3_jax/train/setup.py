@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from k3_jax import sharding
 from k3_jax.config import ConfigError, DataConfig, K3Config, RunConfig
@@ -39,6 +40,7 @@ FREE = (
     "train.eval_batches",
     "train.max_bad_steps",
     "train.loss_chunk",
+    "train.tpu_options",
 )
 # Fields of a model that say nothing about its weights or what is computed from them.
 INIT_FREE = ("init_std", "max_positions", "moe.quantile_bins", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -75,7 +77,7 @@ def stage_at(run: RunConfig, step: int) -> Stage:
     return [stage for stage in stages_of(run) if stage.first <= step][-1]
 
 
-def check_run(run: RunConfig, mesh: jax.sharding.Mesh, init: Path | None) -> None:
+def check_run(run: RunConfig, mesh: Mesh | AbstractMesh, init: Path | None) -> None:
     """Raises ConfigError for what the configuration alone, or the weights to start from, show to be wrong."""
     if jax.process_count() > 1:
         raise ConfigError(
@@ -98,7 +100,7 @@ def check_run(run: RunConfig, mesh: jax.sharding.Mesh, init: Path | None) -> Non
             raise ConfigError(f"--init {init}: another architecture: {'; '.join(changed)}")
 
 
-def check_fragments(length: int, mesh: jax.sharding.Mesh) -> None:
+def check_fragments(length: int, mesh: Mesh | AbstractMesh) -> None:
     """Raises ConfigError for rows that the ranks of an axis cannot cut into equal fragments."""
     for axis, fragments in FRAGMENTS.items():
         ranks = mesh.shape[axis]
@@ -109,7 +111,7 @@ def check_fragments(length: int, mesh: jax.sharding.Mesh) -> None:
             )
 
 
-def check_splits(model: K3Config, mesh: jax.sharding.Mesh) -> None:
+def check_splits(model: K3Config, mesh: Mesh | AbstractMesh) -> None:
     """Raises ConfigError for a size that the mesh axis of its letter does not divide."""
     sizes = [
         ("O", "vocab_size"),
@@ -121,9 +123,11 @@ def check_splits(model: K3Config, mesh: jax.sharding.Mesh) -> None:
     if model.moe:
         sizes += [("E", "moe.num_experts"), ("L", "moe.latent_dim"), ("F", "moe.expert_dim"), ("F", "moe.shared_dim")]
     for letter, name in sizes:
-        (axis,), size = sharding.STORED[letter], attrgetter(name)(model)
-        if size % mesh.shape[axis]:
-            raise ConfigError(f"model.{name} = {size}: expected a multiple of mesh.{axis} = {mesh.shape[axis]}")
+        axes, size = sharding.STORED[letter], attrgetter(name)(model)
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        if size % shards:
+            named = " x ".join(f"mesh.{axis}" for axis in axes)
+            raise ConfigError(f"model.{name} = {size}: expected a multiple of {named} = {shards}")
 
 
 def read_corpora(run: RunConfig) -> tuple[Corpus, Corpus]:

@@ -32,7 +32,7 @@ def make_train_step(run: RunConfig) -> Callable[[TrainState, Batch], tuple[Train
     """
     schedule = learning_rate(run.optimizer, run.train.steps)
 
-    @partial(jax.jit, donate_argnums=0, compiler_options=TPU_OPTIONS if on_tpu() else None)
+    @partial(jax.jit, donate_argnums=0, compiler_options=tpu_options(run) if on_tpu() else None)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, grads, reports = accumulate(run, state.model, batch)
         grad_norm = optax.tree.norm(grads)
@@ -53,6 +53,13 @@ def make_train_step(run: RunConfig) -> Callable[[TrainState, Batch], tuple[Train
         return state, metrics | summary(model.depth, reports, run.train.grad_accumulation)
 
     return train_step
+
+
+def tpu_options(run: RunConfig) -> dict[str, str | bool]:
+    """Of the compiler: those that expert parallelism needs, then the run's own."""
+    words = {"true": True, "false": False}
+    named = (option.split("=") for option in run.train.tpu_options)
+    return TPU_OPTIONS | {name: words.get(value, value) for name, value in named}
 
 
 def make_eval_step(run: RunConfig) -> Callable[[K3, Batch], tuple[jax.Array, jax.Array]]:
@@ -87,8 +94,10 @@ def one_after_the_other(run: RunConfig, model: K3, batch: Batch) -> tuple[jax.Ar
     """Sum of nats over all micro-batches, its gradient (float32), and the reports."""
 
     def one(micro):
+        # The embedding and the head, gathered, would outlive every micro-batch: 7 GB at K3's size.
+        now, micro = jax.lax.optimization_barrier((model, micro))
         nats = jax.value_and_grad(partial(sum_of_nats, run), has_aux=True)
-        (total, reports), grads = nats(model, micro)
+        (total, reports), grads = nats(now, micro)
         return total, jax.tree.map(lambda g: g.astype(jnp.float32), grads), reports
 
     def add(carry, micro):

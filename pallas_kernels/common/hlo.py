@@ -22,7 +22,7 @@ _SLICES = {"dynamic-slice", "slice"}
 @dataclass(frozen=True)
 class Op:
     """One HLO instruction. `arrays` are those of its result: bytes, and whether they are in HBM; `dims` their sizes.
-    `rest` is what follows the operands. The one operand of a parameter is its number.
+    `rest` is what follows the operands. The one operand of a parameter is its number, that of a constant its value.
     """
 
     name: str
@@ -60,7 +60,7 @@ def read_hlo(text: str) -> dict[str, Computation]:
             current = computations.setdefault(header[1], {})
         elif op := _INSTRUCTION.match(line):
             root, name, shape, opcode, operands, rest = op.groups()
-            names = (operands,) if opcode == "parameter" else tuple(re.findall(r"%([\w.\-]+)", operands))
+            names = (operands,) if opcode in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", operands))
             current[name] = Op(name, opcode, names, _arrays(shape), _dims(shape), bool(root), rest)
     return computations
 

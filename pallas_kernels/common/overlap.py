@@ -6,27 +6,36 @@ covered if a matrix product is scheduled between the two. Predicted, not measure
 given; latencies and contention for HBM are left out.
 """
 
+import functools
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pallas_kernels.common.aot import COLLECTIVES
 from pallas_kernels.common.hlo import Computation, Op, flops, hbm_bytes, read_hlo
 from pallas_kernels.common.tpu import Chip
+from pallas_kernels.common.traffic import trips
+
+# (op, its computation, all of them) -> bytes that a device sends in a collective, and the seconds that takes; zeros for
+# those that are left out.
+Cost = Callable[[Op, Computation, dict[str, Computation]], tuple[float, float]]
 
 
 @dataclass
 class Replay:
-    """Seconds of the TensorCore's ops, of transfers, and of waiting for them; bytes sent, and of those covered."""
+    """Seconds of the TensorCore's ops, of transfers, and of waiting for them; bytes sent, and of those covered, the
+    others by kind of collective."""
 
     compute: float = 0.0
     transfer: float = 0.0
     exposed: float = 0.0
     sent: float = 0.0
     covered: float = 0.0
-    products: int = 0  # operations of matrix products so far
+    bare: Counter[str] = field(default_factory=Counter)
+    products: float = 0.0  # operations of matrix products so far
     links_free: float = 0.0
-    pending: dict[str, tuple[float, int, float]] = field(default_factory=dict)  # end, products at the start, bytes
+    pending: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # end, products at the start, bytes
 
     @property
     def now(self) -> float:
@@ -50,39 +59,61 @@ class Replay:
         return 1 - self.exposed / self.transfer if self.transfer else 1.0
 
 
-def replay(text: str, chip: Chip, link_bandwidth: float, sent: Callable[[Op], float]) -> Replay:
-    """`link_bandwidth` in bytes per second and device; `sent` is the bytes that a device sends in a collective, 0 for
-    those that are left out. Loops run once."""
+def replay(text: str, chip: Chip, cost: Cost) -> Replay:
+    """Of HLO text. Loops run as often as their conditions say, once where these depend on data."""
     computations = read_hlo(text)
     (entry,) = re.findall(r"^ENTRY %([\w.\-]+) ", text, re.MULTILINE)
     state = Replay()
-    _run(computations[entry], computations, chip, lambda op: (sent(op), sent(op) / link_bandwidth), state)
+
+    @functools.cache
+    def steps(name: str) -> list[Step]:
+        inside = computations[name]
+        return [_step(op, inside, computations, chip, cost) for op in inside.values()]
+
+    _run(steps, entry, computations, state)
     return state
 
 
-def _run(inside: Computation, computations, chip: Chip, cost, state: Replay) -> None:
-    for op in inside.values():
+# An op with what it costs: (products, seconds) of the TensorCore, (bytes, seconds) of a collective.
+Step = tuple[Op, tuple[float, float]]
+
+
+def _step(op: Op, inside: Computation, computations, chip: Chip, cost: Cost) -> Step:
+    if op.name.startswith(COLLECTIVES):
+        return op, cost(op, inside, computations)
+    if op.opcode.endswith(("-start", "-update", "-done", "while")):  # copies run beside
+        return op, (0.0, 0.0)
+    products = flops(op, inside, computations)
+    seconds = max(hbm_bytes(op, inside, computations) / chip.hbm_bandwidth, products / chip.bf16_flops)
+    return op, (float(products), seconds)
+
+
+def _run(steps: Callable[[str], list[Step]], name: str, computations, state: Replay) -> None:
+    for op, (amount, seconds) in steps(name):
         if op.opcode == "while":
             body = re.search(r"body=%([\w.\-]+)", op.rest)[1]
-            _run(computations[body], computations, chip, cost, state)
+            for _ in range(trips(op, computations)):
+                _run(steps, body, computations, state)
         elif op.name.startswith(COLLECTIVES):
-            _communicate(op, cost, state)
-        elif not op.opcode.endswith(("-start", "-update", "-done")):  # copies that run beside
-            products = flops(op, inside, computations)
-            state.products += products
-            state.compute += max(hbm_bytes(op, inside, computations) / chip.hbm_bandwidth, products / chip.bf16_flops)
+            _communicate(op, (amount, seconds), state)
+        else:
+            state.products += amount
+            state.compute += seconds
 
 
-def _communicate(op: Op, cost, state: Replay) -> None:
+def _communicate(op: Op, cost: tuple[float, float], state: Replay) -> None:
     """What SparseCores do starts with an update: its call-start has no operands."""
     if op.opcode == "call-start":
         return
     if op.opcode.endswith("-done"):
         end, products, size = state.pending.pop(op.operands[0])
         state.exposed += max(0.0, end - state.now)
-        state.covered += size if state.products > products else 0
+        if state.products > products:
+            state.covered += size
+        else:
+            state.bare[_kind(op)] += size
         return
-    size, seconds = cost(op)
+    size, seconds = cost
     state.sent += size
     state.transfer += seconds
     state.links_free = max(state.now, state.links_free) + seconds
@@ -90,3 +121,8 @@ def _communicate(op: Op, cost, state: Replay) -> None:
         state.pending[op.name] = state.links_free, state.products, size
     else:
         state.exposed += state.links_free - state.now
+        state.bare[_kind(op)] += size
+
+
+def _kind(op: Op) -> str:
+    return next(kind for kind in COLLECTIVES if op.name.startswith(kind))

@@ -1,8 +1,8 @@
 """Facts about TPU chips, passed as explicit arguments so that kernels and plans can be made where there is no TPU.
 
-The numbers are those of `pltpu.get_tpu_info_for_chip` in JAX 0.12.0.1 (a test compares them). JAX states them per
-TensorCore, this table per JAX device: v6e has one core per chip, v5p fuses its two into one device, each of TPU7x's two
-is a device.
+The numbers are those of `pltpu.get_tpu_info_for_chip` in JAX 0.12.0.1 (a test compares them), those of the links
+from Google's pages on the generations. JAX states them per TensorCore, this table per JAX device: v6e has one core per
+chip, v5p fuses its two into one device, each of TPU7x's two is a device.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,9 @@ MIB = 2**20
 class Chip:
     """One JAX device of a TPU generation: sizes in bytes, bandwidth and arithmetic per second, as the vendor's peaks.
 
-    `fp8_flops` is None where the matrix unit has no FP8. `topology` is the prefix of topology names, as in "v6e:2x4".
+    `fp8_flops` is None where the matrix unit has no FP8. `ici_bandwidth` is what a device sends over all its links at
+    once (half a chip's for TPU7x), `program_hbm_bytes` what libtpu 0.0.50 leaves to a program, as its error says.
+    `topology` is the prefix of topology names, as in "v6e:2x4".
     """
 
     name: str
@@ -29,6 +31,9 @@ class Chip:
     hbm_bandwidth: float
     bf16_flops: float
     fp8_flops: float | None
+    devices_per_chip: int
+    ici_bandwidth: float
+    program_hbm_bytes: float
 
     @property
     def ridge(self) -> float:
@@ -49,6 +54,9 @@ V5P = Chip(
     hbm_bandwidth=2.46e12,
     bf16_flops=459e12,
     fp8_flops=None,
+    devices_per_chip=1,
+    ici_bandwidth=600e9,
+    program_hbm_bytes=95.73 * 2**30,
 )
 V6E = Chip(
     name="v6e",
@@ -63,6 +71,9 @@ V6E = Chip(
     hbm_bandwidth=1.64e12,
     bf16_flops=920e12,
     fp8_flops=920e12,
+    devices_per_chip=1,
+    ici_bandwidth=400e9,
+    program_hbm_bytes=31.24 * 2**30,
 )
 TPU7X = Chip(
     name="tpu7x",
@@ -77,6 +88,9 @@ TPU7X = Chip(
     hbm_bandwidth=3.7e12,
     bf16_flops=1155e12,
     fp8_flops=2300e12,
+    devices_per_chip=2,
+    ici_bandwidth=300e9,
+    program_hbm_bytes=94.74 * 2**30,
 )
 CHIPS = (V5P, V6E, TPU7X)
 

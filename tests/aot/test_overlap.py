@@ -62,7 +62,7 @@ def sent(op) -> float:
 def test_transport_travels_under_products(step):
     with aot.no_disk_cache():
         text = lower(step).compile().as_text()
-    found = replay(text, tpu.chip(TOPOLOGY), LINK_BANDWIDTH, sent)
+    found = replay(text, tpu.chip(TOPOLOGY), lambda op, *_: (float(sent(op)), sent(op) / LINK_BANDWIDTH))
     work, transfer, exposed = (1e3 * seconds for seconds in (found.compute, found.transfer, found.exposed))
     print(f"{step.__name__}: {found.sent / 1e6:.0f} MB sent, {100 * found.covered_share:.0f} % under products")
     print(f"predicted: {work:.1f} ms of work, {transfer:.1f} ms of transfers, {exposed:.1f} ms of them exposed")

@@ -6,9 +6,10 @@ import dataclasses
 import pytest
 
 from k3_jax.config import MeshConfig
+from k3_jax.plan.step import lower_train_step
+from k3_jax.plan.training import plan_training
 from k3_jax.recipe import load_recipe
 from pallas_kernels.common import aot, tpu
-from tests.models import lower_train_step
 
 # Tracing and lowering a step takes 15 seconds: `make test` checks the facts of one generation.
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("v5p:2x2x2", "v6e:2x4")]
@@ -27,9 +28,20 @@ def test_tiny_train_step(facts, topology):
 
 @pytest.mark.slow
 def test_full_size_step_lowers_for_a_pod():
-    """2.78T parameters on 4,096 TPU7x cores: shapes, divisibility and sharding of every tensor of the step.
-
-    It is not compiled: without expert parallelism a layer's experts are gathered whole, which no chip holds.
-    """
-    text = lower_train_step(load_recipe("configs/k3.py"), list(aot.topology("tpu7x:8x16x16").devices), "tpu").as_text()
+    """2.78T parameters on 512 TPU7x chips: shapes, divisibility and sharding of every tensor of the step."""
+    run = load_recipe("configs/k3_pretrain_tpu7x_512.py")
+    text = lower_train_step(run, list(aot.topology("tpu7x:8x8x8").devices), "tpu").as_text()
     assert len(text) < 20e6  # one body per layer kind, not 93 layers
+
+
+@pytest.mark.aot_compile
+@pytest.mark.parametrize("last", [1, 3], ids=["KDA", "MLA"])
+def test_step_with_one_layer_of_each_kind(last):
+    """The plan of a training step at K3's full widths, on all chips, against its compilation: the dense layer, and the
+    layers up to the first of a kind. The whole model is `k3 plan --compile`; docs/results.md has its figures."""
+    run = load_recipe("configs/k3_pretrain_tpu7x_512.py")
+    model = dataclasses.replace(run.model, num_layers=last + 1, mla_layers=(3,) if last == 3 else ())
+    plan = plan_training(dataclasses.replace(run, model=model), "tpu7x:8x8x8", lowered=False, effort="O1")
+    assert plan.compiled.argument_bytes == pytest.approx(plan.ledger.argument_bytes, rel=0.02)
+    assert plan.compiled.temporary_bytes == pytest.approx(plan.ledger.temporary_bytes, rel=0.25)
+    assert plan.strangers == []

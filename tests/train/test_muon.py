@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from k3_jax.train import muon
 from k3_jax.train.muon import MuonRule, bind, block_updates, orthogonalize
 from k3_jax.train.optimizer import rule_of
+from pallas_kernels.common.hlo import read_hlo
 
 SIZES = {"C": 24, "R": 8, "N": 16, "V": 12}
 
@@ -192,6 +193,15 @@ def test_whole_blocks_travel_by_all_to_all(mesh):
     text = jax.jit(lambda x: block_updates([x], [blocks])).lower(x).compile().as_text()
     assert text.count("all-to-all(") == 2
     assert "all-gather" not in text and "all-reduce" not in text
+
+
+def test_no_device_holds_more_than_its_share(mesh):
+    """Nothing in the program is larger than the shard: an owner has as many whole blocks as its shard has numbers."""
+    x = jax.device_put(random((8, 1, 32, 4, 8)), P(None, None, "fsdp", "tensor"))
+    blocks = bind(rule_of("kda.q"), "kda.q", x.shape, SIZES)
+    text = jax.jit(lambda x: block_updates([x], [blocks])).lower(x).compile().as_text()
+    sizes = [size for inside in read_hlo(text).values() for op in inside.values() for size, _ in op.arrays]
+    assert max(sizes) == x.addressable_shards[0].data.nbytes
 
 
 def test_heads_that_do_not_divide_are_an_error(mesh):

@@ -12,8 +12,9 @@ from k3_jax.config import K3Config, MeshConfig
 from k3_jax.nn import depth
 from k3_jax.nn.block import Kind, kind
 from k3_jax.nn.grouping import Depth, Group
+from k3_jax.plan.step import lower_train_step
 from pallas_kernels.common.testing import assert_gradients_close, equations
-from tests.models import abstract_model, lower_train_step, make_model, quick_jit, run_of, tiny_config, to_named
+from tests.models import abstract_model, make_model, quick_jit, run_of, tiny_config, to_named
 
 KDA_DENSE, KDA_MOE, MLA_MOE = Kind(False, False), Kind(False, True), Kind(True, True)
 

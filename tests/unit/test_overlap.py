@@ -8,6 +8,12 @@ from pallas_kernels.common import tpu
 from pallas_kernels.common.hlo import flops, read_hlo
 from pallas_kernels.common.overlap import replay
 
+
+def of(seconds: float):
+    """What a collective costs: 40 kB in so many seconds."""
+    return lambda *_: (40_000.0, float(seconds))
+
+
 CHIP = dataclasses.replace(tpu.TPU7X, bf16_flops=2e6, hbm_bandwidth=1e30)  # a product of 100 x 100 takes one second
 TEXT = """\
 HloModule m, is_scheduled=true
@@ -40,12 +46,13 @@ ENTRY %main (a: f32[100,100], b: f32[100,100]) -> f32[100,100] {
 @pytest.mark.parametrize(("seconds", "exposed"), [(0.75, 1.5), (1.5, 3.5)])
 def test_replay(seconds, exposed):
     """Three transfers: under one second of work, under none, and one that has no start."""
-    found = replay(TEXT, CHIP, 40_000 / seconds, lambda op: 40_000)
+    found = replay(TEXT, CHIP, of(seconds))
     assert found.compute == pytest.approx(1)
     assert found.transfer == pytest.approx(3 * seconds)
     assert found.exposed == pytest.approx(exposed)
     assert (found.sent, found.covered) == (120_000, 40_000)
     assert found.covered_share == pytest.approx(1 / 3)
+    assert found.bare == {"all-gather": 40_000, "all-reduce": 40_000}
     assert found.hidden_share == pytest.approx(1 - exposed / (3 * seconds))
 
 
@@ -70,11 +77,11 @@ ENTRY %main (a: f32[100,100], b: f32[100,100]) -> f32[100,100] {
 
 def test_links_carry_one_transfer_after_the_other():
     """Two transfers of 0.75 s each under one second of work; without bandwidth, the product waits for its operands."""
-    found = replay(TWO_AT_ONCE, CHIP, 40_000 / 0.75, lambda op: 40_000)
+    found = replay(TWO_AT_ONCE, CHIP, of(0.75))
     assert (found.compute, found.exposed, found.covered_share) == pytest.approx((1, 0.5, 1))
     peak = found.utilisation(CHIP)
     assert (peak["none"], peak["scheduled"], peak["full"]) == pytest.approx((1 / 2.5, 1 / 1.5, 1 / 1.5))
-    slow = replay(TWO_AT_ONCE, dataclasses.replace(CHIP, hbm_bandwidth=60_000), 1e30, lambda op: 40_000)
+    slow = replay(TWO_AT_ONCE, dataclasses.replace(CHIP, hbm_bandwidth=60_000), of(0))
     assert slow.compute == pytest.approx(2)  # two operands, which are one array, and the result
 
 

@@ -126,7 +126,7 @@ def test_tables_hold_the_numbers(plan):
 
 
 def test_its_arguments_are_read_without_jax(root):
-    program = "import sys, k3_jax.plan; sys.exit('jax' in sys.modules)"
+    program = "import sys, k3_jax.plan.command; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=root).returncode == 0
 
 

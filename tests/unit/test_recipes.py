@@ -11,7 +11,15 @@ from k3_jax.config import ConfigError, K3Config, RunConfig
 from k3_jax.overrides import from_json, to_json
 from k3_jax.recipe import find_recipe, load_recipe, shipped_recipes
 
-RECIPES = ["configs/k3.py", "configs/k3_3b.py", "configs/k3_48b.py", "configs/tiny.py", "configs/tiny_chat.py"]
+PRETRAIN = ["configs/k3_pretrain_tpu7x_512.py", "configs/k3_pretrain_v5p_1024.py"]
+RECIPES = [
+    "configs/k3.py",
+    "configs/k3_3b.py",
+    "configs/k3_48b.py",
+    *PRETRAIN,
+    "configs/tiny.py",
+    "configs/tiny_chat.py",
+]
 GOOD = """
 from k3_jax.config import *
 def get_config():
@@ -48,7 +56,7 @@ class TestShipped:
         text = docstring(root, path)
         for word in ("Command:", "Hardware:", "Wall time:", "Expected:", "Parameters:"):
             assert len(re.findall(f"^{word} +\\S", text, re.MULTILINE)) == 1, word
-        command = "plan" if path == "configs/k3.py" else "train"
+        command = "plan" if path in ("configs/k3.py", *PRETRAIN) else "train"
         assert re.search(rf"^Command: +k3 {command} --config {path}( |$)", text, re.MULTILINE)
         assert re.search(r"\((measured|predicted)", text)
         assert re.search(r"\bours\b", text)
@@ -61,11 +69,11 @@ class TestShipped:
     def test_it_fits_its_mesh(self, path):
         """The sharded widths are divisible by fsdp, the rows of a micro-batch by the batch axes."""
         config = load_recipe(path)
-        devices = {"k3": 4096, "k3_3b": 8, "k3_48b": 256}.get(config.name, 1)
+        devices = 1024 if path in PRETRAIN else {"k3": 4096, "k3_3b": 8, "k3_48b": 256}.get(config.name, 1)
         mesh = config.mesh
         fsdp = devices if mesh.fsdp == -1 else mesh.fsdp
         assert devices % fsdp == 0
-        assert config.model.hidden_size % fsdp == 0 and config.model.moe.latent_dim % fsdp == 0
+        assert config.model.hidden_size % (fsdp * mesh.expert) == 0 and config.model.moe.latent_dim % fsdp == 0
         assert config.data.batch_size // config.train.grad_accumulation % devices == 0
 
     def test_it_is_k3_in_everything_but_size(self, path):
@@ -95,6 +103,11 @@ def test_sizes_are_what_the_names_say(path, total, active):
 def test_k3_is_the_released_configuration(shared):
     data = json.loads((shared / "golden" / "released" / "config.json").read_text())
     assert load_recipe("configs/k3.py").model == K3Config.from_hf(data)
+
+
+@pytest.mark.parametrize("path", PRETRAIN)
+def test_the_pretraining_recipes_are_of_the_released_model(path):
+    assert load_recipe(path).model == K3
 
 
 @pytest.mark.parametrize("path", RECIPES)

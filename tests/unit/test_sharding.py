@@ -62,7 +62,7 @@ def test_every_matrix_is_sharded():
 
 
 def test_letters():
-    assert sharding.stored("DHK") == PartitionSpec("fsdp", "tensor", None)
+    assert sharding.stored("DHK") == PartitionSpec(("fsdp", "expert"), "tensor", None)
     assert sharding.active("DHK") == PartitionSpec(None, "tensor", None)
     assert sharding.active("BTD") == PartitionSpec(("data", "fsdp", "expert"), None, None)
     with pytest.raises(ConfigError, match="used twice"):
@@ -79,7 +79,8 @@ def test_without_a_mesh_everything_is_local():
 
 COMPILE = """
 import jax
-from tests.models import lower_train_step, run_of
+from k3_jax.plan.step import lower_train_step
+from tests.models import run_of
 from tests.unit.test_sharding import CONFIG, MESH
 lower_train_step(run_of(CONFIG, MESH), jax.devices(), "cpu").compile()
 """

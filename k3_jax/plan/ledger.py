@@ -1,0 +1,209 @@
+"""Bytes on each device during a training step, from the configuration and the sharding table: nothing is compiled.
+
+Arguments (weights, optimizer state, the batch) are exact but for the padding of tiles. Temporaries are those of the
+fullest moments of a step, listed from the compiler's live ranges of K3's step; `k3 plan --compile` compares both.
+S tokens on a device, b bytes of the compute type, N = S k rows of experts, m experts at home, D, L, F, H K as in nn/.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import jax
+
+from k3_jax import audit, sharding
+from k3_jax.config import K3Config, RunConfig
+from k3_jax.nn.layout import leaf_names
+from k3_jax.nn.transformer import K3
+from k3_jax.parallel.transport import CHUNKS
+from k3_jax.plan.pod import Pod
+from k3_jax.train.optimizer import AdamWRule, MuonRule, rule_of
+
+FLOAT = 4  # bytes of parameters, gradients and moments
+PACKING = 0.05  # of the temporaries: what the compiler's placement leaves empty, as observed
+
+WEIGHTS, OPTIMIZER, BATCH = "weights", "optimizer", "batch"
+GRADIENTS, ACTIVATIONS, BUFFERS, EMPTY = "gradients", "activations", "communication", "left empty"
+# The first thing to change where an item is the largest.
+KNOBS = {
+    WEIGHTS: "more chips, in mesh.expert or mesh.fsdp",
+    OPTIMIZER: "more chips, in mesh.expert or mesh.fsdp",
+    BATCH: "train.grad_accumulation",
+    GRADIENTS: "more chips; train.grad_accumulation = 1 keeps them once",
+    ACTIVATIONS: "fewer tokens per device: data.batch_size, train.grad_accumulation or mesh.context",
+    BUFFERS: "fewer tokens per device, or a larger mesh.expert: fewer experts at home",
+    EMPTY: "nothing",
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    group: str
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """`arguments` are there all the time, `moments` are the temporaries of the fullest moments of a step."""
+
+    arguments: list[Item]
+    moments: dict[str, list[Item]]
+
+    @property
+    def argument_bytes(self) -> int:
+        return sum(item.bytes for item in self.arguments)
+
+    @property
+    def moment(self) -> str:
+        """The fullest one."""
+        return max(self.moments, key=lambda name: sum(item.bytes for item in self.moments[name]))
+
+    @property
+    def temporary_bytes(self) -> int:
+        return sum(item.bytes for item in self.moments[self.moment])
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.argument_bytes + self.temporary_bytes
+
+    @property
+    def largest(self) -> list[Item]:
+        """What is there at the peak, the largest first."""
+        return sorted(self.arguments + self.moments[self.moment], key=lambda item: -item.bytes)
+
+    def by_group(self) -> dict[str, int]:
+        found = Counter()
+        for item in self.largest:
+            found[item.group] += item.bytes
+        return dict(found)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one device and micro-batch."""
+
+    config: K3Config
+    tokens: int  # S
+    width: int  # b
+    micro: int  # micro-batches per step
+    expert: int
+    context: int
+    tensor: int
+
+    @staticmethod
+    def of(run: RunConfig, pod: Pod) -> "Sizes":
+        mesh = pod.mesh(run.mesh).shape
+        rows = run.data.batch_size // run.train.grad_accumulation
+        shards = math.prod(mesh[axis] for letter in "BT" for axis in sharding.ACTIVE[letter])
+        width = jax.numpy.dtype(run.train.compute_dtype).itemsize
+        tokens = rows * run.data.sequence_length // shards
+        ranks = (mesh[axis] for axis in ("expert", "context", "tensor"))
+        return Sizes(run.model, tokens, width, run.train.grad_accumulation, *ranks)
+
+    @property
+    def stream(self) -> int:
+        """Bytes of one [S, D] activation."""
+        return self.tokens * self.config.hidden_size * self.width
+
+
+def make_ledger(run: RunConfig, pod: Pod, model: K3) -> Ledger:
+    """`model` is abstract, made under the pod's mesh."""
+    sizes = Sizes.of(run, pod)
+    names, leaves = jax.tree.leaves(leaf_names(model)), jax.tree.leaves(model)
+    weights, moments = Counter(), Counter()
+    for name, leaf in zip(names, leaves, strict=True):
+        part, size = audit.part_of(name), shard_bytes(leaf)
+        weights[part] += size
+        moments[part] += size * _moments_of(name)
+    batch = sizes.micro * sizes.tokens * (4 + 4 + 1)
+    gradients = [Item(GRADIENTS, f"of {part}", size * (1 if sizes.micro == 1 else 2)) for part, size in weights.items()]
+    arguments = [Item(WEIGHTS, part, size) for part, size in weights.items()]
+    arguments += [Item(OPTIMIZER, f"of {part}", size) for part, size in moments.items()]
+    return Ledger(
+        [*arguments, Item(BATCH, "tokens, segments, mask", batch)],
+        {
+            "backward pass of a KDA layer": _padded(gradients + _saved(sizes) + _layer(sizes)),
+            "backward pass of an MLA layer": _padded(gradients + _saved(sizes) + _whole_row(sizes)),
+            "update": _padded(_update(weights, sizes)),
+        },
+    )
+
+
+def shard_bytes(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an abstract array on each device, without the padding of tiles."""
+    shape = x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+    return math.prod(shape) * x.dtype.itemsize
+
+
+def _moments_of(name: str) -> int:
+    """How many arrays of the parameter's shape the optimizer keeps."""
+    match rule_of(name):
+        case MuonRule():
+            return 1
+        case AdamWRule():
+            return 2
+    return 0
+
+
+def _padded(items: list[Item]) -> list[Item]:
+    return [*items, Item(EMPTY, "between the others", round(PACKING * sum(item.bytes for item in items)))]
+
+
+def _saved(sizes: Sizes) -> list[Item]:
+    """What the forward pass leaves for the backward pass."""
+    config = sizes.config
+    rows = config.num_attn_res_blocks
+    return [
+        Item(ACTIVATIONS, f"inputs of {config.num_layers} layers", config.num_layers * sizes.stream),
+        Item(ACTIVATIONS, f"AttnRes bank, {rows} rows", rows * sizes.stream),
+        Item(ACTIVATIONS, "its gradient, float32", rows * sizes.stream // sizes.width * FLOAT),
+    ]
+
+
+def _layer(sizes: Sizes) -> list[Item]:
+    """Of a KDA layer while the chunks of its experts travel: the fullest moment of its backward pass."""
+    config, S, b = sizes.config, sizes.tokens, sizes.width
+    heads = S * config.kda.num_heads * config.kda.head_dim // sizes.tensor
+    weights = 5 * config.hidden_size * config.kda.num_heads * config.kda.head_dim // sizes.tensor
+    items = [
+        Item(ACTIVATIONS, "KDA: 4 [S, H K] in float32, 14 for its backward pass", heads * (4 * FLOAT + 14 * b)),
+        Item(ACTIVATIONS, "12 [S, D] around it", 12 * sizes.stream),
+        Item(BUFFERS, "gathered weights of KDA", weights * b),
+    ]
+    return items + (_experts(sizes) if config.moe else [])
+
+
+def _whole_row(sizes: Sizes) -> list[Item]:
+    """Where a row is cut over ranks, each expands the keys and values of all of it (nn/mla.py)."""
+    mla = sizes.config.mla
+    heads = mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) // sizes.tensor
+    row = sizes.tokens * sizes.context * heads * sizes.width if sizes.context > 1 else 0
+    return [
+        Item(ACTIVATIONS, "12 [S, D] around it", 12 * sizes.stream),
+        Item(BUFFERS, "MLA: keys and values of whole rows, and their gradients", 2 * row),
+    ]
+
+
+def _experts(sizes: Sizes) -> list[Item]:
+    """Rows of z and of the upstream gradient, sent and received; three of four chunks' gate, up and hidden."""
+    moe, b = sizes.config.moe, sizes.width
+    N, L, F = sizes.tokens * moe.top_k, moe.latent_dim, moe.expert_dim // sizes.tensor
+    m = moe.num_experts // sizes.expert
+    kept = (CHUNKS - 1) / CHUNKS
+    return [
+        Item(BUFFERS, "experts: own and borrowed w1, w3, w2, two of them transposed too", 5 * 2 * m * L * F * b),
+        Item(BUFFERS, "experts: rows sent and received, of z and the gradient", round(N * L * b * (2 + 2 + 1))),
+        Item(ACTIVATIONS, "experts: rows kept for the weights' gradients", round(N * b * kept * (2 * L + 3 * F))),
+        Item(ACTIVATIONS, "experts: sums of a chunk, float32", N // CHUNKS * L * FLOAT),
+    ]
+
+
+def _update(weights: Counter, sizes: Sizes) -> list[Item]:
+    """New momentum in the place of the gradients, updates, what Muon sends: all sharded like the weights."""
+    total = sum(weights.values())
+    return [
+        Item(OPTIMIZER, "new momentum, not yet accepted", total),
+        Item(OPTIMIZER, "updates, float32", total),
+        Item(BUFFERS, "Muon: blocks at their owners", total // FLOAT * sizes.width),
+    ]
