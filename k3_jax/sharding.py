@@ -18,9 +18,10 @@ from k3_jax.config import ConfigError
 Axes = tuple[str, ...]
 
 # Letters of a stored weight.          D: model width, O: vocabulary, H: heads, F: inner width, E: experts
+# D is of all that is not an expert: 57B of K3's parameters, and their optimizer state.
 STORED: dict[str, Axes] = {
-    "D": ("fsdp", "expert"),  # of all that is not an expert: 57B of K3's parameters, and their optimizer state
-    "L": ("fsdp",),
+    "D": ("fsdp", "expert", "context", "zigzag"),
+    "L": ("fsdp", "context", "zigzag"),
     "O": ("tensor",),
     "H": ("tensor",),
     "F": ("tensor",),
@@ -37,7 +38,7 @@ ACTIVE: dict[str, Axes] = {
 }
 # Mesh axes over which weights are stored and not used, in the order in which they are gathered. One after the other:
 # XLA gathers over both at once by an all-reduce of zeros.
-GATHERED = ("expert", "fsdp")
+GATHERED = ("zigzag", "context", "expert", "fsdp")
 
 
 def _spec(letters: str, table: dict[str, Axes]) -> PartitionSpec:
@@ -52,9 +53,9 @@ def _spec(letters: str, table: dict[str, Axes]) -> PartitionSpec:
 
 
 def _axes_of(letter: str, table: dict[str, Axes]) -> Axes:
-    """Positions are not cut by an axis of one device: what is summed over them would seem to differ on it."""
-    axes = table.get(letter, ())
-    return tuple(axis for axis in axes if letter != "T" or get_abstract_mesh().shape.get(axis, 1) > 1)
+    """Without the axes of positions that have one device: what is summed over positions would seem to differ on it."""
+    sizes = get_abstract_mesh().shape
+    return tuple(axis for axis in table.get(letter, ()) if axis not in ACTIVE["T"] or sizes.get(axis, 1) > 1)
 
 
 def stored(letters: str) -> PartitionSpec:

@@ -111,8 +111,9 @@ def backward(
         dr, dbank = carry
         # Nothing of a layer before the gradient has come to it: XLA would recompute several layers, or keep gathered
         # weights since the forward pass.
-        index, block, kept, dr = jax.lax.optimization_barrier((*x, dr))
+        index, block, kept = x
         r = restore(of_input, kept[INPUT.name], dr.dtype)
+        index, block, r, dr = jax.lax.optimization_barrier((index, block, r, dr))
         with replaying(policy, kept):
             _, vjp = jax.vjp(lambda block, r, bank: block(index, r, bank, segment_ids)[0], block, r, bank)
         dblock, dr, dbank_here = vjp(dr)

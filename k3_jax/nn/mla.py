@@ -25,6 +25,9 @@ from k3_jax.sharding import precision
 from pallas_kernels.attention.api import blockwise_attention, mla_attention
 from pallas_kernels.common.dispatch import vary_alike
 
+# Bytes of keys and values that are expanded at once; all heads of a row of 10^6 tokens would take 50 GB.
+EXPANDED = 2**31
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["latent"], meta_fields=[])
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class MLA(nnx.Module):
             ("BTH_", "BTH_", "BT_", "LH_", "BT"),
             ("BTH_", "H"),
         )
-        kv_b = sharding.use(self.kv_b[...], "LH_", x.dtype)
+        kv_b = sharding.place(self.kv_b[...].astype(x.dtype), sharding.active("LH_"))
         o, peak = attend(*self._query(x), self._latent(x), kv_b, segment_ids)
         return self._output(x, named("mla_output", o)), peak
 
@@ -123,11 +126,33 @@ def _expanded(q_nope, q_pe, latent, kv_b, segment_ids, *, scale: float):
         # Marked before: gradients are then summed over tensor ranks after they were scattered, not for whole rows.
         latent, segment_ids = layout.whole(*vary_alike(latent, like=(q_nope,))), layout.whole(segment_ids)
     c, k_pe = jnp.split(latent, [kv_b.shape[0]], axis=2)
+    groups = head_groups(kv_b.shape[1], latent.shape[0] * latent.shape[1] * kv_b.shape[2] * kv_b.dtype.itemsize)
+    run = partial(_heads, starts=starts, scale=scale)
+    if groups == 1:
+        o, peak = run(c, k_pe, segment_ids, q_nope, q_pe, kv_b)
+    else:
+        # In float32, in which the groups' gradients of them add up.
+        shared = (c.astype(jnp.float32), k_pe.astype(jnp.float32), segment_ids)
+        parts = (jnp.stack(jnp.split(x, groups, axis)) for x, axis in ((q_nope, 2), (q_pe, 2), (kv_b, 1)))
+        o, peak = jax.lax.map(lambda heads: jax.checkpoint(run)(*shared, *heads), tuple(parts))
+        o, peak = jnp.concatenate(list(o), axis=2), peak.reshape(-1)
+    return o, sharding.max_over("BT", peak)
+
+
+def head_groups(heads: int, bytes_per_head: int) -> int:
+    """So many equal groups of heads, one after the other, that a group's keys and values take no more than EXPANDED."""
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    return next((n for n in divisors if heads // n * bytes_per_head <= EXPANDED), heads)
+
+
+def _heads(c, k_pe, segment_ids, q_nope, q_pe, kv_b, *, starts, scale: float):
+    """(o, largest logits) of some heads: keys and values from the latents c, then attention."""
+    c, k_pe = c.astype(kv_b.dtype), k_pe.astype(kv_b.dtype)
     kv = jnp.einsum("bsc,chn->bshn", c, kv_b, precision=precision(c.dtype))
     fragments = zip(starts, *(jnp.split(x, len(starts), axis=1) for x in (q_nope, q_pe)), strict=True)
     runs = [mla_attention(*q, kv, k_pe, segment_ids, scale=scale, start=start) for start, *q in fragments]
     o, peak = zip(*runs, strict=True)
-    return jnp.concatenate(o, axis=1), sharding.max_over("BT", jnp.stack(peak).max(0))
+    return jnp.concatenate(o, axis=1), jnp.stack(peak).max(0)
 
 
 def _absorbed(q, new, valid, start, latent, *, rank: int, scale: float):

@@ -48,13 +48,13 @@ def flows(run: RunConfig, pod: Pod, model: K3) -> list[Flow]:
     mesh, sizes = pod.mesh(run.mesh).shape, Sizes.of(run, pod)
     found = [*_weights(run, mesh, sizes, model), *_batch(run, mesh, sizes), *_muon(mesh, sizes, model)]
     found += _experts(mesh, sizes) if run.model.moe else []
-    found += _context(mesh, sizes) if mesh["context"] > 1 else []
+    found += _context(sizes) if sizes.ranks > 1 else []
     return [flow for flow in found if math.prod(mesh[axis] for axis in flow.axes) > 1]
 
 
 def _weights(run: RunConfig, mesh, sizes: Sizes, model: K3) -> Iterable[Flow]:
     """Gathered where they are used, forward and backward; gradients scattered. One mesh axis after the other."""
-    chunks = -(-run.data.sequence_length // mesh["context"] // run.train.loss_chunk)
+    chunks = -(-run.data.sequence_length // sizes.ranks // run.train.loss_chunk)
     totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     for name, leaf in zip(jax.tree.leaves(leaf_names(model)), jax.tree.leaves(model), strict=True):
         axes = _gathered_axes(leaf)
@@ -92,8 +92,10 @@ def _batch(run: RunConfig, mesh, sizes: Sizes) -> Iterable[Flow]:
         "router's counts, gradients of vectors", "all-reduce", axes, 2 * sizes.micro * FLOAT * (counts + vectors)
     )
     # Tokens travel to the embedding's columns, columns back to the tokens' ranks (nn/embedding.py).
-    yield Flow("embedding: tokens", "all-gather", ("fsdp",), sizes.micro * sizes.tokens * 4 * mesh["fsdp"])
-    yield Flow("embedding: rows, and their gradients", "all-to-all", ("fsdp",), 2 * sizes.micro * sizes.stream)
+    axes = tuple(axis for axis in sharding.STORED["L"] if mesh[axis] > 1)
+    ranks = math.prod(mesh[axis] for axis in axes)
+    yield Flow("embedding: tokens", "all-gather", axes, sizes.micro * sizes.tokens * 4 * ranks)
+    yield Flow("embedding: rows, and their gradients", "all-to-all", axes, 2 * sizes.micro * sizes.stream)
 
 
 def _muon(mesh, sizes: Sizes, model: K3) -> Iterable[Flow]:
@@ -132,15 +134,15 @@ def _experts(mesh, sizes: Sizes) -> Iterable[Flow]:
     yield Flow("experts: counts", "all-gather", ("expert",), 2 * layers * counts)
 
 
-def _context(mesh, sizes: Sizes) -> Iterable[Flow]:
+def _context(sizes: Sizes) -> Iterable[Flow]:
     """Maps of the KDA state, inputs of the convolution, latents of MLA; next tokens."""
-    config, ranks = sizes.config, mesh["context"]
+    config, ranks, axes = sizes.config, sizes.ranks, (sizes.rows_over,)
     kda, mla = config.num_layers - len(config.mla_layers), len(config.mla_layers)
     maps = 2 * config.kda.num_heads * config.kda.head_dim**2 * FLOAT // sizes.tensor
-    yield Flow("KDA maps, convolution halos", "collective-permute", ("context",), 3 * kda * maps * ranks.bit_length())
+    yield Flow("KDA maps, convolution halos", "collective-permute", axes, 3 * kda * maps * ranks.bit_length())
     latents = sizes.tokens * ranks * config.mla.cache_dim * sizes.width
-    yield Flow("MLA latents", "all-gather", ("context",), 2 * mla * latents)
-    yield Flow("MLA latents: gradients", "reduce-scatter", ("context",), mla * latents)
+    yield Flow("MLA latents", "all-gather", axes, 2 * mla * latents)
+    yield Flow("MLA latents: gradients", "reduce-scatter", axes, mla * latents)
 
 
 # How XLA writes a reduce-scatter whose shards are not whole tiles: all of the sum, cut; rows from a neighbour.

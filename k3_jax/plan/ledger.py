@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import jax
 
 from k3_jax import audit, sharding
-from k3_jax.config import K3Config, RunConfig
+from k3_jax.config import K3Config, Keep, Offload, Quantize, RunConfig
+from k3_jax.nn.activations import BLOCK
 from k3_jax.nn.layout import leaf_names
+from k3_jax.nn.mla import head_groups
 from k3_jax.nn.transformer import K3
 from k3_jax.parallel.transport import CHUNKS
 from k3_jax.plan.pod import Pod
@@ -88,7 +90,8 @@ class Sizes:
     width: int  # b
     micro: int  # micro-batches per step
     expert: int
-    context: int
+    rows_over: str | None  # the axis that cuts rows
+    ranks: int  # of it
     tensor: int
 
     @staticmethod
@@ -98,8 +101,9 @@ class Sizes:
         shards = math.prod(mesh[axis] for letter in "BT" for axis in sharding.ACTIVE[letter])
         width = jax.numpy.dtype(run.train.compute_dtype).itemsize
         tokens = rows * run.data.sequence_length // shards
-        ranks = (mesh[axis] for axis in ("expert", "context", "tensor"))
-        return Sizes(run.model, tokens, width, run.train.grad_accumulation, *ranks)
+        cut = next((axis for axis in sharding.ACTIVE["T"] if mesh[axis] > 1), None)
+        ranks, micro = mesh[cut] if cut else 1, run.train.grad_accumulation
+        return Sizes(run.model, tokens, width, micro, mesh["expert"], cut, ranks, mesh["tensor"])
 
     @property
     def stream(self) -> int:
@@ -118,13 +122,14 @@ def make_ledger(run: RunConfig, pod: Pod, model: K3) -> Ledger:
         moments[part] += size * _moments_of(name)
     batch = sizes.micro * sizes.tokens * (4 + 4 + 1)
     gradients = [Item(GRADIENTS, f"of {part}", size * (1 if sizes.micro == 1 else 2)) for part, size in weights.items()]
+    saved = _saved(sizes, run.train.activations)
     arguments = [Item(WEIGHTS, part, size) for part, size in weights.items()]
     arguments += [Item(OPTIMIZER, f"of {part}", size) for part, size in moments.items()]
     return Ledger(
         [*arguments, Item(BATCH, "tokens, segments, mask", batch)],
         {
-            "backward pass of a KDA layer": _padded(gradients + _saved(sizes) + _layer(sizes)),
-            "backward pass of an MLA layer": _padded(gradients + _saved(sizes) + _whole_row(sizes)),
+            "backward pass of a KDA layer": _padded(gradients + saved + _layer(sizes)),
+            "backward pass of an MLA layer": _padded(gradients + saved + _whole_row(sizes)),
             "update": _padded(_update(weights, sizes)),
         },
     )
@@ -150,15 +155,38 @@ def _padded(items: list[Item]) -> list[Item]:
     return [*items, Item(EMPTY, "between the others", round(PACKING * sum(item.bytes for item in items)))]
 
 
-def _saved(sizes: Sizes) -> list[Item]:
-    """What the forward pass leaves for the backward pass."""
-    config = sizes.config
-    rows = config.num_attn_res_blocks
+def _saved(sizes: Sizes, policy: tuple[Keep, ...]) -> list[Item]:
+    """What the forward pass leaves for the backward pass: the inputs of all layers, and what the policy keeps too."""
+    rows = sizes.config.num_attn_res_blocks
+    keeps = {"layer_input": Keep("layer_input")} | {keep.name: keep for keep in policy}
     return [
-        Item(ACTIVATIONS, f"inputs of {config.num_layers} layers", config.num_layers * sizes.stream),
+        *(_kept(sizes, keep) for keep in keeps.values()),
         Item(ACTIVATIONS, f"AttnRes bank, {rows} rows", rows * sizes.stream),
         Item(ACTIVATIONS, "its gradient, float32", rows * sizes.stream // sizes.width * FLOAT),
     ]
+
+
+def _kept(sizes: Sizes, keep: Keep) -> Item:
+    """A named tensor of all layers that have it; one in the host's memory takes none here."""
+    config, tensor = sizes.config, sizes.tensor
+    layers, mlas, moes = config.num_layers, len(config.mla_layers), config.num_layers - config.first_dense_layers
+    mla, heads = config.mla, config.kda.num_heads * config.kda.head_dim // tensor
+    latent, shared = (config.moe.latent_dim, config.moe.shared_dim) if config.moe else (0, 0)
+    numbers = {
+        "layer_input": layers * config.hidden_size,
+        "kda_qkv": (layers - mlas) * 3 * heads,
+        "kda_output": (layers - mlas) * heads,
+        "mla_latent": mlas * mla.cache_dim,
+        "mla_query": mlas * mla.q_lora_rank,
+        "mla_output": mlas * mla.num_heads * mla.v_head_dim // tensor,
+        "moe_latent": moes * latent,
+        "moe_output": moes * latent,
+        "ffn_hidden": (moes * shared + config.first_dense_layers * config.dense_dim) // tensor,
+    }[keep.name]
+    forms = {type(step): step for step in keep.through}
+    width = 0 if Offload in forms else 1 + FLOAT / BLOCK if Quantize in forms else sizes.width
+    how = " and ".join({Quantize: "FP8", Offload: "on the host"}[form] for form in forms) or "kept"
+    return Item(ACTIVATIONS, f"{keep.name} of all layers, {how}", round(sizes.tokens * numbers * width))
 
 
 def _layer(sizes: Sizes) -> list[Item]:
@@ -175,13 +203,16 @@ def _layer(sizes: Sizes) -> list[Item]:
 
 
 def _whole_row(sizes: Sizes) -> list[Item]:
-    """Where a row is cut over ranks, each expands the keys and values of all of it (nn/mla.py)."""
-    mla = sizes.config.mla
-    heads = mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) // sizes.tensor
-    row = sizes.tokens * sizes.context * heads * sizes.width if sizes.context > 1 else 0
+    """Where a row is cut over ranks, each expands the keys and values of all of it, some heads at a time (nn/mla.py);
+    three float32 arrays are as wide as a latent: it, its gradient so far and that of the heads at work."""
+    mla, heads = sizes.config.mla, sizes.config.mla.num_heads // sizes.tensor
+    per_head = sizes.tokens * sizes.ranks * (mla.qk_nope_head_dim + mla.v_head_dim) * sizes.width
+    row = per_head * heads // head_groups(heads, per_head) if sizes.ranks > 1 else 0
+    latents = sizes.tokens * sizes.ranks * mla.cache_dim * FLOAT if sizes.ranks > 1 else 0
     return [
         Item(ACTIVATIONS, "12 [S, D] around it", 12 * sizes.stream),
         Item(BUFFERS, "MLA: keys and values of whole rows, and their gradients", 2 * row),
+        Item(BUFFERS, "MLA: latents of whole rows, and their gradients", 3 * latents),
     ]
 
 

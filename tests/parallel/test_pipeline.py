@@ -22,28 +22,26 @@ ALIKE = tiny_config(num_layers=4, mla_layers=(), first_dense_layers=4, moe=None,
 LENGTHS = (32, 48, 32, 64)
 
 
+CASES = {
+    "alike_2x2": (ALIKE, MeshConfig(pipe=2, interleave=2)),
+    "eight_2": (EIGHT, MeshConfig(pipe=2)),
+    "eight_4": (EIGHT, MeshConfig(pipe=4)),
+    "eight_8": (EIGHT, MeshConfig(pipe=8)),
+    "eight_4x2": (EIGHT, MeshConfig(pipe=4, interleave=2)),
+    "eight_2x4": (EIGHT, MeshConfig(pipe=2, interleave=4)),
+    "eight_3x2": (EIGHT, MeshConfig(pipe=3, interleave=2)),
+    "uneven_3": (UNEVEN, MeshConfig(pipe=3)),
+    "uneven_2x2": (UNEVEN, MeshConfig(pipe=2, interleave=2)),
+    "uneven_4": (UNEVEN, MeshConfig(pipe=4)),
+}
+QUICK = "alike_2x2"
+
+
 @pytest.mark.parametrize(
-    ("config", "mesh"),
-    [
-        (ALIKE, MeshConfig(pipe=2, interleave=2)),
-        *(
-            pytest.param(config, mesh, marks=pytest.mark.slow)
-            for config, mesh in (
-                (EIGHT, MeshConfig(pipe=2)),
-                (EIGHT, MeshConfig(pipe=4)),
-                (EIGHT, MeshConfig(pipe=8)),
-                (EIGHT, MeshConfig(pipe=4, interleave=2)),
-                (EIGHT, MeshConfig(pipe=2, interleave=4)),
-                (EIGHT, MeshConfig(pipe=3, interleave=2)),
-                (UNEVEN, MeshConfig(pipe=3)),
-                (UNEVEN, MeshConfig(pipe=2, interleave=2)),
-                (UNEVEN, MeshConfig(pipe=4, data=2)),
-            )
-        ),
-    ],
-    ids=str,
+    "case", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in CASES]
 )
-def test_micro_batches_of_any_length_give_the_gradients_of_one_device(config, mesh):
+def test_micro_batches_of_any_length_give_the_gradients_of_one_device(case):
+    config, mesh = CASES[case]
     batch = packed(config, LENGTHS, 2, 64)
     assert_same(outcome(config, mesh, batch), outcome(config, MeshConfig(), batch))
 

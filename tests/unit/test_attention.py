@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3_jax.nn.mla import init_cache
+from k3_jax.nn.mla import head_groups, init_cache
 from pallas_kernels.attention.api import blockwise_attention
 from pallas_kernels.common.testing import assert_close, assert_gradients_close, equations, outputs_and_gradients
 from tests.models import make_model, tiny_config
@@ -118,6 +118,31 @@ def test_absorbed_form_is_the_expanded_form(mla):
         cache = init_cache(mla.config, 2, capacity, jnp.float32)
         absorbed, _ = extend(mla, x, jnp.zeros((2, 11), jnp.int32), jnp.zeros(2, jnp.int32), cache)
         assert_close(f"capacity {capacity}", absorbed, expanded, 1e-5)
+
+
+def test_heads_in_groups_are_all_heads(mla, monkeypatch):
+    """Where keys and values of all heads would be too large: the same outputs, largest logits and gradients."""
+    x, weights = (jnp.asarray(normal(2, 11, mla.config.hidden_size)) for _ in range(2))
+    ids = jnp.asarray([[0] * 11, [0] * 5 + [1] * 4 + [-1] * 2], jnp.int32)
+
+    def found():
+        def objective(m, x):
+            y, peak = m(x, ids)
+            return jnp.sum(y * weights), (y, peak)
+
+        gradients, outputs = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))(mla, x)
+        return [*jax.tree.leaves(outputs), *jax.tree.leaves(gradients)]
+
+    expected = found()
+    monkeypatch.setattr("k3_jax.nn.mla.EXPANDED", 1)
+    for i, (actual, wanted) in enumerate(zip(found(), expected, strict=True)):
+        assert_close(f"output or gradient {i}", actual, wanted, 1e-5)
+
+
+def test_head_groups():
+    assert head_groups(96, 2**20) == 1
+    assert head_groups(96, 2**29) == 24  # K3 at 10^6 tokens: four heads at a time
+    assert head_groups(96, 2**40) == 96
 
 
 def test_latent_cache_holds_normalised_latents_and_plain_keys(mla):
