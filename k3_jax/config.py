@@ -315,7 +315,7 @@ class Quantize:
 
 @dataclass(frozen=True)
 class Offload:
-    """To the host's memory and back."""
+    """To the host's memory and back. libtpu 0.0.50 fails to compile it in programs of several layer kinds."""
 
 
 # Tensors of a layer that its backward pass needs, and where they come from in the forward pass.

@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", action="store_true", help="what a sequence keeps while it is decoded")
     parser.add_argument("--context", action="store_true", help="how KDA states travel where rows are cut over ranks")
     parser.add_argument("--optimizer", action="store_true", help="the optimizer's rule for every parameter")
+    parser.add_argument("--pipeline", action="store_true", help="the timetable of a pipeline, as --set mesh.pipe=8")
+    parser.add_argument("--picture", metavar="FILE", help="with --pipeline: draw the timetable, as a .png or .svg")
     parser.add_argument("--topology", metavar="NAME", help="plan the training step on these chips, as tpu7x:8x8x8")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--lower", action="store_true", help="also trace and lower the real step (a minute)")
@@ -52,11 +54,19 @@ class _Console(Console):
 def run(args: argparse.Namespace) -> int:
     if (args.lower or args.compile) and not args.topology:
         raise ConfigError("--topology is missing: expected the chips to lower or compile for, such as tpu7x:8x8x8")
+    if args.picture and not args.pipeline:
+        raise ConfigError("--picture: expected together with --pipeline")
     config = apply_overrides(load_recipe(args.config), args.overrides)
     sections = [name for name in SECTIONS if getattr(args, name)]
     # Shapes need no device: a TPU that is training is left alone.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    report = make_report(config, sections or ([] if args.topology else list(SECTIONS)))
+    report = make_report(config, sections or ([] if args.topology or args.pipeline else list(SECTIONS)))
+    if args.pipeline:
+        from k3_jax.plan import pipeline
+
+        report["pipeline"] = pipeline.report(config)
+        if args.picture:
+            pipeline.draw(config, args.picture)
     tables = [TABLES[name](config, value) for name, value in report.items()]
     if args.topology:
         from k3_jax.plan import training

@@ -47,7 +47,8 @@ def flows(run: RunConfig, pod: Pod, model: K3) -> list[Flow]:
     """All of a step. `model` is abstract, made under the pod's mesh."""
     mesh, sizes = pod.mesh(run.mesh).shape, Sizes.of(run, pod)
     found = [*_weights(run, mesh, sizes, model), *_batch(run, mesh, sizes), *_muon(mesh, sizes, model)]
-    found += _experts(mesh, sizes) if run.model.moe else []
+    kept = any(keep.name == "moe_output" for keep in run.train.activations)
+    found += _experts(mesh, sizes, forward=1 if kept else 2) if run.model.moe else []
     found += _context(sizes) if sizes.ranks > 1 else []
     return [flow for flow in found if math.prod(mesh[axis] for axis in flow.axes) > 1]
 
@@ -119,14 +120,14 @@ def _blocks(rule: MuonRule, leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(stacked) * math.prod(size for axis, size in zip(axes, own, strict=True) if axis not in inside)
 
 
-def _experts(mesh, sizes: Sizes) -> Iterable[Flow]:
-    """Rows there and back, forward twice (the backward pass recomputes it), then of z and the gradient; one borrowed
-    expert per layer (docs/parallelism.md)."""
+def _experts(mesh, sizes: Sizes, forward: int) -> Iterable[Flow]:
+    """Rows there and back, `forward` times (the backward pass recomputes what is not kept), then of z and the gradient;
+    one borrowed expert per layer (docs/parallelism.md)."""
     moe, b = sizes.config.moe, sizes.width
     layers = sizes.micro * (sizes.config.num_layers - sizes.config.first_dense_layers)
     rows = sizes.tokens * moe.top_k * moe.latent_dim * b
     expert = 3 * moe.latent_dim * moe.expert_dim // sizes.tensor
-    yield Flow("experts: rows", "ragged-all-to-all", ("expert",), layers * (2 + 2 + 3) * rows)
+    yield Flow("experts: rows", "ragged-all-to-all", ("expert",), layers * (2 * forward + 3) * rows)
     yield Flow(
         "experts: borrowed, and their gradients", "ragged-all-to-all", ("expert",), layers * expert * (3 * b + FLOAT)
     )

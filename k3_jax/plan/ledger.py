@@ -169,24 +169,25 @@ def _saved(sizes: Sizes, policy: tuple[Keep, ...]) -> list[Item]:
 def _kept(sizes: Sizes, keep: Keep) -> Item:
     """A named tensor of all layers that have it; one in the host's memory takes none here."""
     config, tensor = sizes.config, sizes.tensor
-    layers, mlas, moes = config.num_layers, len(config.mla_layers), config.num_layers - config.first_dense_layers
     mla, heads = config.mla, config.kda.num_heads * config.kda.head_dim // tensor
+    layers, dense, mlas = config.num_layers, config.first_dense_layers, len(config.mla_layers)
+    kdas, moes = layers - mlas, layers - dense
     latent, shared = (config.moe.latent_dim, config.moe.shared_dim) if config.moe else (0, 0)
-    numbers = {
-        "layer_input": layers * config.hidden_size,
-        "kda_qkv": (layers - mlas) * 3 * heads,
-        "kda_output": (layers - mlas) * heads,
-        "mla_latent": mlas * mla.cache_dim,
-        "mla_query": mlas * mla.q_lora_rank,
-        "mla_output": mlas * mla.num_heads * mla.v_head_dim // tensor,
-        "moe_latent": moes * latent,
-        "moe_output": moes * latent,
-        "ffn_hidden": (moes * shared + config.first_dense_layers * config.dense_dim) // tensor,
+    count, numbers = {
+        "layer_input": (layers, layers * config.hidden_size),
+        "kda_qkv": (kdas, kdas * 3 * heads),
+        "kda_output": (kdas, kdas * heads),
+        "mla_latent": (mlas, mlas * mla.cache_dim),
+        "mla_query": (mlas, mlas * mla.q_lora_rank),
+        "mla_output": (mlas, mlas * mla.num_heads * mla.v_head_dim // tensor),
+        "moe_latent": (moes, moes * latent),
+        "moe_output": (moes, moes * latent),
+        "ffn_hidden": (layers, (moes * shared + dense * config.dense_dim) // tensor),
     }[keep.name]
-    forms = {type(step): step for step in keep.through}
+    forms = {type(step) for step in keep.through}
     width = 0 if Offload in forms else 1 + FLOAT / BLOCK if Quantize in forms else sizes.width
-    how = " and ".join({Quantize: "FP8", Offload: "on the host"}[form] for form in forms) or "kept"
-    return Item(ACTIVATIONS, f"{keep.name} of all layers, {how}", round(sizes.tokens * numbers * width))
+    how = "on the host" if Offload in forms else "FP8" if Quantize in forms else "kept"
+    return Item(ACTIVATIONS, f"{keep.name} of {count} layers, {how}", round(sizes.tokens * numbers * width))
 
 
 def _layer(sizes: Sizes) -> list[Item]:

@@ -58,6 +58,22 @@ def _context_table(config: RunConfig, axes: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _pipeline_table(config: RunConfig, value: dict[str, Any]) -> Table:
+    mesh = config.mesh
+    title = f"{config.name}: a pipeline of {mesh.pipe} ranks with {mesh.interleave} chunks each"
+    table = new_table(title, "item", "value")
+    table.add_row("micro-batches, ticks", f"{value['micro_batches']}, {value['ticks']}")
+    table.add_row("a rank rests, stages of equal cost", f"{100 * value['bubble']:.1f} %")
+    table.add_row("chunks in flight on each rank", " ".join(map(str, value["in_flight"])))
+    table.add_row("AttnRes rows kept by the fullest rank", str(value["rows_kept"]))
+    table.add_row("their cotangents", str(value["cotangents_kept"]))
+    table.add_row("rows of the longest message", str(value["rows_sent"]))
+    table.add_row("layers of each chunk", " ".join(map(str, value["layers"])))
+    most = max(value["cost"])
+    table.add_row("their cost, of the most expensive", " ".join(f"{cost / most:.2f}" for cost in value["cost"]))
+    return table
+
+
 def size(count: int) -> str:
     """Bytes in decimal units."""
     unit, factor = next((u, f) for u, f in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)) if count >= f or f == 1)
@@ -81,4 +97,5 @@ TABLES = {
     "cache": _cache_table,
     "context": _context_table,
     "optimizer": _optimizer_table,
+    "pipeline": _pipeline_table,
 }

@@ -28,8 +28,10 @@ def step_work(run: RunConfig, shapes: audit.Shapes, rows: list[OptimizerRow]) ->
     layers, head = forward(run, shapes)
     muon = sum(orthogonalisation(row, run.optimizer.ns_steps) for row in rows)
     model = 3 * (layers + head) * tokens
-    # Each layer runs forward twice, gate and up of the experts a third time (parallel/expert.py), the head twice.
-    again = (layers + head + gate_and_up(run)) * tokens
+    # Each layer runs forward twice, gate and up of the experts a third time (parallel/expert.py), the head twice; not
+    # so the three products of experts whose output is kept.
+    kept = any(keep.name == "moe_output" for keep in run.train.activations)
+    again = (layers + head + gate_and_up(run) - kept * 3 * gate_and_up(run) // 2) * tokens
     return Work(tokens, model, model + again + muon, muon)
 
 

@@ -182,3 +182,29 @@ def test_the_prefix_of_states_is_the_one_of_fewer_bytes(axis, ranks, chosen, rec
 def test_the_prefix_in_words(plan):
     out = plan("--config", "configs/tiny.py", "--context", "--set", "mesh.zigzag=64")[1]
     assert "by_doubling" in out and "by_gather" not in out
+
+
+def test_pipeline_of_the_released_model(tmp_path, capsys):
+    """Seven idle passes of 64 + 7 each way; the first rank has 15 micro-batches in flight."""
+    picture = tmp_path / "schedule.png"
+    arguments = ["plan", "--config", "configs/k3.py", "--pipeline", "--json", "--set", "train.grad_accumulation=64"]
+    assert main([*arguments, "--set", "mesh.pipe=8", "--picture", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)["pipeline"]
+    assert found["bubble"] == pytest.approx(7 / 71)
+    assert found["in_flight"] == [15, 13, 11, 9, 7, 5, 3, 1]
+    assert found["layers"] == [12] * 7 + [9] and found["rows_kept"] == 36
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pipeline"], "mesh.pipe = 1: expected a number of ranks above 1"),
+        (["--pipeline", "--set", "mesh.pipe=16"], "16 x 1: expected at most 8 chunks"),
+        (["--picture", "x.png"], "--picture: expected together with --pipeline"),
+        (["--pipeline", "--set", "mesh.pipe=8", "--picture", "/no/x.png"], "--picture /no/x.png: cannot be written"),
+    ],
+)
+def test_mistakes_with_pipelines(arguments, message, capsys):
+    assert main(["plan", "--config", "configs/k3.py", *arguments]) == 2
+    assert message in capsys.readouterr().err

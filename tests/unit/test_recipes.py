@@ -9,9 +9,15 @@ import pytest
 from k3_jax import audit, recipe
 from k3_jax.config import ConfigError, K3Config, RunConfig
 from k3_jax.overrides import from_json, to_json
+from k3_jax.plan.pod import pod
 from k3_jax.recipe import find_recipe, load_recipe, shipped_recipes
+from k3_jax.train.setup import check_run
 
-PRETRAIN = ["configs/k3_pretrain_tpu7x_512.py", "configs/k3_pretrain_v5p_1024.py"]
+PRETRAIN = {
+    "configs/k3_pretrain_tpu7x_1024_1m.py": "tpu7x:8x8x16",
+    "configs/k3_pretrain_tpu7x_512.py": "tpu7x:8x8x8",
+    "configs/k3_pretrain_v5p_1024.py": "v5p:8x8x16",
+}
 RECIPES = [
     "configs/k3.py",
     "configs/k3_3b.py",
@@ -69,7 +75,10 @@ class TestShipped:
     def test_it_fits_its_mesh(self, path):
         """The sharded widths are divisible by fsdp, the rows of a micro-batch by the batch axes."""
         config = load_recipe(path)
-        devices = 1024 if path in PRETRAIN else {"k3": 4096, "k3_3b": 8, "k3_48b": 256}.get(config.name, 1)
+        if path in PRETRAIN:
+            check_run(config, pod(PRETRAIN[path]).mesh(config.mesh), init=None)
+            return
+        devices = {"k3": 4096, "k3_3b": 8, "k3_48b": 256}.get(config.name, 1)
         mesh = config.mesh
         fsdp = devices if mesh.fsdp == -1 else mesh.fsdp
         assert devices % fsdp == 0

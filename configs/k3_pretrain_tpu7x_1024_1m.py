@@ -1,15 +1,15 @@
-"""Context of 1,048,576 tokens: the last stage of Kimi K3's pre-training, on 512 TPU7x chips (1,024 cores).
+"""Context of 1,048,576 tokens: the last stage of Kimi K3's pre-training, on 1,024 TPU7x chips (2,048 cores).
 
-Command:    k3 plan --config configs/k3_pretrain_tpu7x_512_1m.py --topology tpu7x:8x8x8 --compile
-Hardware:   512 TPU7x chips (1,024 cores); for `plan`, any CPU
+Command:    k3 plan --config configs/k3_pretrain_tpu7x_1024_1m.py --topology tpu7x:8x8x16 --compile
+Hardware:   1,024 TPU7x chips (2,048 cores); for `plan`, any CPU
 Wall time:  `plan` 5 s (measured on 2 cores). Training: never run
-Expected:   the ledger says 85 of 101.7 GB on each core, 16.8M tokens per step
+Expected:   the ledger says 77 of 101.7 GB on each core, 16.8M tokens per step
 Parameters: 2,779,484,476,000 total, 104,189,612,640 active per token
 
-A row of a million tokens lies on 64 cores in zig-zag order, 16,384 tokens on each, so that all have the same causal
-pairs; 16 such rows are a step. Experts lie over `expert`, and everything is stored over both axes. The layers' inputs
-wait for the backward pass in the host's memory; MLA expands the keys and values of a row some heads at a time. Learning
-rate, batch, mesh and number of steps are ours: K3's are not disclosed.
+A row of a million tokens lies on 64 pairs of cores in zig-zag order, 16,384 tokens on each, so that all have the same
+causal pairs; a pair shares heads and inner widths, and 16 such rows are a step. Everything is stored over all axes. MLA
+expands the keys and values of a row some heads at a time. Learning rate, batch, mesh and number of steps are ours: K3's
+are not disclosed.
 """
 
 from k3_jax.config import (
@@ -17,11 +17,9 @@ from k3_jax.config import (
     DataConfig,
     K3Config,
     KDAConfig,
-    Keep,
     MeshConfig,
     MLAConfig,
     MoEConfig,
-    Offload,
     OptimizerConfig,
     RunConfig,
     TrainConfig,
@@ -30,9 +28,9 @@ from k3_jax.config import (
 
 def get_config() -> RunConfig:
     return RunConfig(
-        name="k3_pretrain_tpu7x_512_1m",
+        name="k3_pretrain_tpu7x_1024_1m",
         model=_model(),
-        mesh=MeshConfig(expert=16, zigzag=64),
+        mesh=MeshConfig(expert=16, zigzag=64, tensor=2),
         data=DataConfig(source="data", tokenizer="tiktoken.model", sequence_length=1_048_576, batch_size=16),
         optimizer=OptimizerConfig(
             learning_rate=2e-5,  # ours: where K2's decay ends
@@ -51,7 +49,6 @@ def get_config() -> RunConfig:
             checkpoint_every=500,
             keep=4,
             eval_every=1000,
-            activations=(Keep("layer_input", (Offload(),)),),
             tpu_options=(
                 "xla_tpu_enable_latency_hiding_scheduler=true",
                 "xla_tpu_enable_sparse_core_collective_offload_all_gather=true",
