@@ -1,14 +1,21 @@
 """The training step on meshes of 8 fake devices against one device: every axis, every pair of axes, some triples."""
 
 import itertools
+import math
+import os
+import pickle
+import subprocess
+import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from k3_jax.config import Keep, MeshConfig
-from tests.models import tiny_config
-from tests.parallel.outcome import Outcome, assert_same, outcome, packed
+from k3_jax.mesh import make_mesh
+from tests.models import quick_jit, tiny_config
+from tests.parallel.outcome import Outcome, assert_same, make, outcome, packed
 
 # One layer of each mixer and of each FFN, in AttnRes blocks of one layer, with sizes that 8 devices divide.
 CONFIG = tiny_config(
@@ -42,9 +49,21 @@ TRIPLES = [
     {"data": 2, "pipe": 2, "context": 2},
 ]
 # Where rows are cut in the other way, everything else is as over context.
-ZIGZAG = {"pipe": 2, "zigzag": 2, "tensor": 2}
-MORE_ZIGZAG = [{"zigzag": 2}, {"data": 2, "zigzag": 2}, {"expert": 2, "zigzag": 2, "tensor": 2}]
-slow = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in ALONE + PAIRS + TRIPLES + MORE_ZIGZAG]
+ZIGZAG = [
+    {"zigzag": 2},
+    {"data": 2, "zigzag": 2},
+    {"expert": 2, "zigzag": 2, "tensor": 2},
+    {"pipe": 2, "zigzag": 2, "tensor": 2},
+]
+slow = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in ALONE + PAIRS + TRIPLES + ZIGZAG]
+# Of 16 devices, which a process has that starts with them.
+SIXTEEN = [{"data": 2, "pipe": 2, "expert": 2, "tensor": 2}, {"fsdp": 2, "pipe": 2, "context": 2, "tensor": 2}]
+RUN = """
+import pickle, sys
+from tests.parallel.test_meshes import BATCH, CONFIG, SIXTEEN, MeshConfig, outcome
+found = [outcome(CONFIG, MeshConfig(**sizes), BATCH) for sizes in SIXTEEN]
+pickle.dump([tuple(x) for x in found], open(sys.argv[1], "wb"))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +78,30 @@ def test_meshes_hold_every_pair_of_axes():
     assert 0.3 < padding < 0.5
 
 
-@pytest.mark.parametrize(
-    "sizes", [*MESHES, ZIGZAG, *slow], ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items())
-)
+@pytest.mark.parametrize("sizes", [*MESHES, *slow], ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()))
 def test_step_is_that_of_one_device(sizes, one_device):
     assert_same(outcome(CONFIG, MeshConfig(**sizes), BATCH), one_device)
+
+
+@pytest.mark.slow
+def test_sixteen_devices(root, tmp_path, one_device):
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
+    command = [sys.executable, "-c", RUN, str(tmp_path / "found")]
+    subprocess.run(command, cwd=root, env=environment, check=True, timeout=900)
+    for found in pickle.loads((tmp_path / "found").read_bytes()):
+        assert_same(Outcome(*found), one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["context", "zigzag"])
+def test_logits_are_in_the_order_of_the_tokens(axis):
+    tokens, ids = BATCH.tokens[0], BATCH.segment_ids[0]
+    run = quick_jit(lambda model, *rows: model(*rows, dtype=jnp.float32))
+    found = []
+    for mesh in (MeshConfig(), MeshConfig(**{"data": 2, axis: 2})):
+        with jax.set_mesh(make_mesh(mesh, jax.devices()[: math.prod(mesh.axes().values())])):
+            found.append(np.asarray(run(make(CONFIG, 1, 5), jnp.asarray(tokens), jnp.asarray(ids))))
+    np.testing.assert_allclose(found[1][ids >= 0], found[0][ids >= 0], atol=1e-4)
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ def gradients(run: RunConfig, model, batch: Batch, count: int):
     return float(loss), jax.device_get(to_layers(grads, model.depth)), jax.device_get(reports)
 
 
+@pytest.mark.slow
 def test_micro_batches_do_not_weigh(run, one_device):
     """Rows with few targets stand in other micro-batches than rows with many: the mean is over all targets."""
     model, batch = new_model(run), batch_of(run)
