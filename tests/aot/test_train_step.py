@@ -6,9 +6,11 @@ import dataclasses
 import pytest
 
 from k3_jax.config import MeshConfig
+from k3_jax.nn.grouping import Depth
 from k3_jax.plan.step import lower_train_step
 from k3_jax.plan.training import plan_training
 from k3_jax.recipe import load_recipe
+from k3_jax.train.pipeline import schedule_of
 from pallas_kernels.common import aot, tpu
 
 # Tracing and lowering a step takes 15 seconds: `make test` checks the facts of one generation.
@@ -24,6 +26,19 @@ def test_tiny_train_step(facts, topology):
     report = facts.check(f"tiny_step_{topology.partition(':')[0]}", lowered, topology)
     assert report.peak_bytes < tpu.chip(topology).hbm_bytes
     assert {"all-gather", "all-to-all"} <= set(report.collectives)  # weights over fsdp; Muon's blocks to their owners
+
+
+@pytest.mark.slow
+def test_tiny_pipeline(facts):
+    """Two ranks, experts and heads cut too. Rows of the bank go on, their cotangents back; branches hold no permutes."""
+    run, topology = load_recipe("configs/tiny.py"), "tpu7x:2x2x1"
+    train = dataclasses.replace(run.train, compute_dtype="bfloat16", grad_accumulation=2)
+    run = dataclasses.replace(run, train=train, mesh=MeshConfig(pipe=2, expert=2, tensor=2))
+    lowered = lower_train_step(run, list(aot.topology(topology).devices), "tpu")
+    rows = schedule_of(Depth(run.model, 2), 2).message
+    assert lowered.as_text().count("stablehlo.collective_permute") == 2 * rows
+    report = facts.check("tiny_pipeline_tpu7x", lowered, topology)
+    assert {"collective-permute", "ragged-all-to-all"} & set(report.collectives)
 
 
 @pytest.mark.slow
