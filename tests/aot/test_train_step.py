@@ -30,7 +30,7 @@ def test_tiny_train_step(facts, topology):
 
 @pytest.mark.slow
 def test_tiny_pipeline(facts):
-    """Two ranks, experts and heads cut too. Rows of the bank go on, their cotangents back; branches hold no permutes."""
+    """Two ranks; experts and heads cut too. Rows go on and their cotangents back; branches hold no permutes."""
     run, topology = load_recipe("configs/tiny.py"), "tpu7x:2x2x1"
     train = dataclasses.replace(run.train, compute_dtype="bfloat16", grad_accumulation=2)
     run = dataclasses.replace(run, train=train, mesh=MeshConfig(pipe=2, expert=2, tensor=2))
