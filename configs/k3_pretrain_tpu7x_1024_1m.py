@@ -1,6 +1,6 @@
 """Context of 1,048,576 tokens: the last stage of Kimi K3's pre-training, on 1,024 TPU7x chips (2,048 cores).
 
-Command:    k3 plan --config configs/k3_pretrain_tpu7x_1024_1m.py --topology tpu7x:8x8x16 --compile
+Command:    k3 plan --config configs/k3_pretrain_tpu7x_1024_1m.py --topology tpu7x:8x8x16 --lower
 Hardware:   1,024 TPU7x chips (2,048 cores); for `plan`, any CPU
 Wall time:  `plan` 5 s (measured on 2 cores). Training: never run
 Expected:   the ledger says 77 of 101.7 GB on each core, 16.8M tokens per step

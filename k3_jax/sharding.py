@@ -79,7 +79,7 @@ def has_mesh() -> bool:
 
 def pipe_size() -> int:
     """Ranks of the pipeline."""
-    return get_abstract_mesh().shape["pipe"] if has_mesh() else 1
+    return get_abstract_mesh().shape.get("pipe", 1)
 
 
 def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
+from pallas_kernels.common.dispatch import vary_alike
+
 # What a step does.
 EMPTY, MASKED, FULL = 0, 1, 2
 BITS = {"q": 12, "k": 12, "kind": 2, "continued": 1, "continues": 1}
@@ -83,37 +85,41 @@ def with_unseen(pairs: Pairs) -> Pairs:
 
 def by_queries(pairs: Pairs) -> tuple[Steps, Int[Array, ""]]:
     """Each block of queries with the keys before it: the forward pass. And the number of steps."""
-    q, k = np.nonzero(_possible(pairs))
-    return _steps(pairs, q, k, q, len(q))
+    q, k, *rest, count = _steps(pairs.live, pairs.kind, _most(pairs))
+    return Steps(q, k, *rest), count
 
 
 def by_keys(pairs: Pairs, first, span: int) -> tuple[Steps, Int[Array, ""]]:
     """Each block of keys with those of the `span` blocks of queries from `first` on that see it: the backward pass."""
-    k, q = np.nonzero(_possible(pairs).T)
-    inside = np.arange(pairs.live.shape[1])
-    inside = (inside >= first) & (inside < first + span)
-    most = min(len(q), span * pairs.live.shape[2])
-    return _steps(pairs._replace(live=pairs.live & inside[None, :, None]), q, k, k, most)
+    number = jnp.arange(pairs.live.shape[1])
+    live = pairs.live & ((number >= first) & (number < first + span))[None, :, None]
+    most = min(_most(pairs), span * pairs.live.shape[2])
+    k, q, *rest, count = _steps(jnp.swapaxes(live, 1, 2), jnp.swapaxes(pairs.kind, 1, 2), most)
+    return Steps(q, k, *rest), count
 
 
-def _possible(pairs: Pairs) -> Bool[np.ndarray, "Q K"]:
-    """Which pairs there can be: the queries are at most at the end of the row."""
+def _most(pairs: Pairs) -> int:
+    """How many pairs there can be: the queries are at most at the end of the row."""
     queries, keys = pairs.live.shape[1:]
-    return np.tril(np.ones((queries, keys), bool), keys - queries)
+    return int(np.tril(np.ones((queries, keys), bool), keys - queries).sum())
 
 
-def _steps(pairs: Pairs, q, k, group, most: int) -> tuple[Steps, Int[Array, ""]]:
-    """Live pairs in the order given, at most so many; then, up to the longest row's, the last one again with nothing to
-    do."""
-    live = pairs.live[:, q, k]
-    count = jnp.sum(live, axis=1, keepdims=True, dtype=jnp.int32)
+def _steps(live: Bool[Array, "B G M"], kind: Int[Array, "B G M"], most: int):
+    """Live pairs, group by group: (group, member, kind, is not the group's first, nor its last, number of steps). Then,
+    up to the longest row's, the last one again with nothing to do.
+
+    By sorting, not by gathers: libtpu 0.0.50 fails on gathers of constants inside some loops.
+    """
+    places = (jax.lax.broadcasted_iota(jnp.int32, live.shape, axis) for axis in (1, 2))
+    flat = vary_alike(*(x.reshape(live.shape[0], -1) for x in ((~live).astype(jnp.int32), *places, kind)))
+    _, group, member, kind = (x[:, :most] for x in jax.lax.sort(flat, dimension=1, num_keys=1, is_stable=True))
+    count = jnp.sum(live, axis=(1, 2), dtype=jnp.int32)[:, None]
     number = jnp.arange(most, dtype=jnp.int32)[None]
-    order = jnp.argsort(~live, axis=1, stable=True)[:, :most]
-    order = jnp.take_along_axis(order, jnp.minimum(number, count - 1), axis=1)
-    kind = jnp.where(number < count, jnp.take_along_axis(pairs.kind[:, q, k], order, axis=1), EMPTY)
-    q, k, group = (jnp.asarray(x, jnp.int32)[order] for x in (q, k, group))
+    final = number == count - 1
+    group, member = (
+        jnp.where(number < count, x, jnp.sum(jnp.where(final, x, 0), axis=1, keepdims=True)) for x in (group, member)
+    )
     change = jnp.pad(group[:, 1:] != group[:, :-1], ((0, 0), (1, 1)), constant_values=True)
-    new = change[:, :-1]
-    last = change[:, 1:] | (number == count - 1)
+    new, last = change[:, :-1], change[:, 1:] | final
     flags = (jnp.where(x & (number < count), 0, 1) for x in (new, last))
-    return Steps(q, k, kind, *flags), jnp.max(count)
+    return group, member, jnp.where(number < count, kind, EMPTY), *flags, jnp.max(count)
