@@ -123,6 +123,7 @@ def test_whatever_is_kept_and_however_many_micro_batches(sizes, name, micro_batc
     assert_same(outcome(CONFIG, MeshConfig(**sizes), batch, activations=(Keep(name),)), one_device)
 
 
+@pytest.mark.slow
 def test_accumulation_leaves_counts_and_biases_bit_identical(one_device):
     """One micro-batch of 16 rows instead of two of 8."""
     whole = jax.tree.map(lambda x: x.reshape(1, -1, x.shape[-1]), BATCH)

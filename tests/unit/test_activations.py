@@ -30,6 +30,7 @@ def gradients(policy):
     return to_named(of_model, CONFIG) | {"r": np.asarray(of_r)}
 
 
+@pytest.mark.slow
 def test_all_kept_gives_the_same_gradients():
     everything = tuple(Keep(name) for name in ACTIVATIONS)
     assert_gradients_close(gradients(everything), gradients(()), 1e-5)
