@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from k3_jax import sharding
 from k3_jax.config import ConfigError, DataConfig, K3Config, RunConfig
+from k3_jax.nn.grouping import Depth
 from k3_jax.nn.pretrained import load_config, load_model
 from k3_jax.overrides import differences, from_json, to_json
 from k3_jax.parallel.fragments import FRAGMENTS
@@ -94,6 +95,7 @@ def check_run(run: RunConfig, mesh: Mesh | AbstractMesh, init: Path | None) -> N
             )
         check_fragments(stage.data.sequence_length, mesh)
     check_splits(run.model, mesh)
+    Depth(run.model, mesh.shape["pipe"], run.mesh.interleave)
     if init is not None:
         changed = [line for line in differences(load_config(init), run.model) if not line.startswith(INIT_FREE)]
         if changed:

@@ -142,3 +142,10 @@ def test_one_process_per_directory(tmp_path):
             pass
     with locked(tmp_path):
         pass
+
+
+def test_more_stages_than_blocks_are_refused_before_anything_is_written(tmp_path):
+    run = dataclasses.replace(small_run(tmp_path), mesh=MeshConfig(pipe=4, data=2))
+    with pytest.raises(ConfigError, match="4 x 1: expected at most 2 chunks"):
+        loop.train(run, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
