@@ -51,6 +51,8 @@ class LatentMoE(nnx.Module):
         """up(rms(sum_j p_j E_j(down x))) + shared(x). Padding (ids < 0) is left out of the counts."""
         p, chosen, stats = self.route(x, segment_ids)
         z = named("moe_latent", project("btd,dl->btl", x, self.latent_down, "D_", "BT_"))
+        # First, or XLA gathers the shared experts' weights between two chunks of the routed experts' rows.
+        z, shared = jax.lax.optimization_barrier((z, self.shared(x)))
         weights = tuple(
             sharding.place(w[...].astype(x.dtype), sharding.active(letters))
             for w, letters in ((self.w1, "ELF"), (self.w3, "ELF"), (self.w2, "EFL"))
@@ -60,7 +62,7 @@ class LatentMoE(nnx.Module):
         )
         u = named("moe_output", experts(z, p, chosen, weights).astype(x.dtype))
         u = rms_norm(u, self.latent_norm[...], self.config.norm_eps)
-        return project("btl,ld->btd", u, self.latent_up, "_D", "BTD") + self.shared(x), stats
+        return project("btl,ld->btd", u, self.latent_up, "_D", "BTD") + shared, stats
 
     def route(self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]):
         """Combine weights p [B, T, k] (float32), chosen experts [B, T, k] and the counts of this batch."""

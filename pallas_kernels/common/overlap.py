@@ -79,8 +79,9 @@ Step = tuple[Op, tuple[float, float]]
 
 
 def _step(op: Op, inside: Computation, computations, chip: Chip, cost: Cost) -> Step:
-    if op.name.startswith(COLLECTIVES):
-        return op, cost(op, inside, computations)
+    if op.name.startswith(COLLECTIVES):  # what SparseCores do starts with an update: its call-start has no operands
+        free = op.opcode == "call-start" or op.opcode.endswith("-done")
+        return op, (0.0, 0.0) if free else cost(op, inside, computations)
     if op.opcode.endswith(("-start", "-update", "-done", "while")):  # copies run beside
         return op, (0.0, 0.0)
     products = flops(op, inside, computations)
@@ -102,7 +103,6 @@ def _run(steps: Callable[[str], list[Step]], name: str, computations, state: Rep
 
 
 def _communicate(op: Op, cost: tuple[float, float], state: Replay) -> None:
-    """What SparseCores do starts with an update: its call-start has no operands."""
     if op.opcode == "call-start":
         return
     if op.opcode.endswith("-done"):
