@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -11,12 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from k3_jax import sharding
 from k3_jax.config import K3Config, Keep, MeshConfig
 from k3_jax.mesh import make_mesh
-from k3_jax.nn import layout
+from k3_jax.nn import layout, moe
 from k3_jax.nn.transformer import K3
 from k3_jax.train.packing import Batch
 from k3_jax.train.step import accumulate, balance
 from pallas_kernels.common.testing import assert_gradients_close
 from tests.models import draw, quick_jit, run_of
+
+SEED = 45  # of weights which leave no token undecided between two experts: see routing_margin
 
 
 class Outcome(NamedTuple):
@@ -52,7 +55,7 @@ def make(config: K3Config, interleave: int, seed: int) -> K3:
 
 
 def outcome(
-    config: K3Config, mesh: MeshConfig, batch: Batch, seed: int = 5, activations: tuple[Keep, ...] = ()
+    config: K3Config, mesh: MeshConfig, batch: Batch, seed: int = SEED, activations: tuple[Keep, ...] = ()
 ) -> Outcome:
     """On as many of the fake devices as the mesh needs."""
     run = run_of(config, mesh)
@@ -81,6 +84,23 @@ def outcome(
         }
         widths = {name: (float(np.ptp(x)) + 2) / config.moe.quantile_bins for name, x in jax.device_get(before).items()}
         return Outcome(float(loss), jax.device_get(named), counts, jax.device_get(after), widths)
+
+
+def routing_margin(monkeypatch, model: K3, batch: Batch) -> float:
+    """The smallest difference between the score of the last expert chosen and the next, over all tokens and layers."""
+    margins, choose = [], moe._choose
+
+    def watched(scores, bias, ids, *, moe):
+        *_, last, following = jnp.moveaxis(jax.lax.top_k(scores + bias[None, None], moe.top_k + 1)[0], -1, 0)
+        jax.debug.callback(margins.append, jnp.min(jnp.where(ids >= 0, last - following, 1.0)))
+        return choose(scores, bias, ids, moe=moe)
+
+    monkeypatch.setattr(moe, "_choose", watched)
+    run = quick_jit(lambda tokens, ids: model(tokens, ids, dtype=jnp.float32))
+    for rows in zip(batch.tokens, batch.segment_ids, strict=True):
+        jax.block_until_ready(run(*rows))
+    jax.effects_barrier()
+    return float(min(margins))
 
 
 def biases_of(model: K3) -> dict[str, jax.Array]:
