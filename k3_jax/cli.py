@@ -48,7 +48,8 @@ COMMANDS = {
         "k3_jax.plan.command",
         "parameters, optimizer rules and cache of a configuration, or its training on a TPU pod, without allocating it",
         "k3 plan --config configs/k3.py --parameters --json\n  "
-        "k3 plan --config configs/k3_pretrain_tpu7x_512.py --topology tpu7x:8x8x8",
+        "k3 plan --config configs/k3_pretrain_tpu7x_512.py --topology tpu7x:8x8x8\n  "
+        "k3 plan --published kimi-k2",
     ),
     "bench": Command(
         "k3_jax.bench.command",

@@ -17,6 +17,8 @@ from k3_jax.recipe import load_recipe
 WIDTH = 132  # of tables where there is no terminal
 SECTIONS = ("parameters", "cache", "context", "optimizer")
 EFFORTS = ("O0", "O1", "O2", "O3")
+PUBLISHED = ("kimi-k2",)
+OF_A_RECIPE = ("overrides", *SECTIONS, "pipeline", "picture", "topology", "lower", "compile")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "What a recipe amounts to, without allocating it: the model, or with --topology its training on that TPU pod "
         "(bytes per device, what travels, how fast it could be at best)."
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="a recipe, such as configs/k3.py")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", metavar="FILE", help="a recipe, such as configs/k3.py")
+    source.add_argument(
+        "--published", choices=PUBLISHED,
+        help="instead: a run that others have measured, planned with the same formulas, and how far they were from it",
+    )  # fmt: skip
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="overrides",
         help="change a field of the recipe, as --set model.moe.top_k=8; may be given several times",
@@ -52,6 +59,8 @@ class _Console(Console):
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.published:
+        return _run_published(args)
     if (args.lower or args.compile) and not args.topology:
         raise ConfigError("--topology is missing: expected the chips to lower or compile for, such as tpu7x:8x8x8")
     if args.picture and not args.pipeline:
@@ -75,6 +84,19 @@ def run(args: argparse.Namespace) -> int:
         report |= training.as_json(plan)
         tables += training.tables(plan)
     _publish(report, tables, args.json)
+    return 0
+
+
+def _run_published(args: argparse.Namespace) -> int:
+    given = next((name for name in OF_A_RECIPE if getattr(args, name)), None)
+    if given:
+        flag = "set" if given == "overrides" else given
+        raise ConfigError(f"--published {args.published}: expected no --{flag}, which is for a recipe (--config)")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from k3_jax.plan import published
+
+    plan = published.plan_published(published.RUNS[args.published])
+    _publish(published.as_json(plan), published.tables(plan), args.json)
     return 0
 
 

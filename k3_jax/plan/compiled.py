@@ -15,7 +15,7 @@ from k3_jax.plan.pod import Pod
 from k3_jax.plan.step import lower_train_step
 from pallas_kernels.common import aot, traffic
 from pallas_kernels.common.hlo import Computation, Op
-from pallas_kernels.common.overlap import Replay, replay
+from pallas_kernels.common.overlap import Replay, Transfer, replay
 from pallas_kernels.common.traffic import Collective
 
 
@@ -77,16 +77,14 @@ def compile_step(run: RunConfig, pod: Pod, effort: str) -> CompiledStep:
 
 
 def cost_of(pod: Pod, mesh: Mapping[str, int]):
-    """Bytes and seconds of a collective for `replay`, at the uncalibrated bandwidths of `flows`."""
+    """The transfers of collectives for `replay`, at the uncalibrated bandwidths of `flows`, by kind and axes."""
 
-    def cost(op: Op, inside: Computation, computations: dict[str, Computation]) -> tuple[float, float]:
-        if op.opcode.endswith(("call-start", "-done")):
-            return 0.0, 0.0
+    def cost(op: Op, inside: Computation, computations: dict[str, Computation]) -> Transfer | None:
         found = _inner(op, inside, computations)
         if found is None:
-            return 0.0, 0.0
+            return None
         kind, axes, size = traffic.kind_of(found[0]), traffic.axes_of(found[0], mesh), traffic.sent(*found, mesh)
-        return float(size), size / bandwidth(kind, axes, pod.chip, mesh)
+        return Transfer(float(size), size / bandwidth(kind, axes, pod.chip, mesh), (kind, axes))
 
     return cost
 

@@ -1,21 +1,22 @@
 """What travels in a step, from the configuration and the sharding table: kind of collective, mesh axes, bytes.
 
-Bytes are what one device sends, counted as in `pallas_kernels.common.traffic`. A compiled step may not hold a
-collective of another kind or over other axes: `unlisted`.
+Bytes are what one device sends, counted as in `pallas_kernels.common.traffic`; on a pipeline each rank's are its own. A
+compiled step may not hold a collective of another kind or over other axes: `unlisted`.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
 
 from k3_jax import sharding
 from k3_jax.config import RunConfig
-from k3_jax.nn.layout import leaf_names
 from k3_jax.nn.transformer import K3
+from k3_jax.parallel.schedule import Schedule
 from k3_jax.plan.ledger import FLOAT, Sizes, shard_bytes
 from k3_jax.plan.pod import Pod
+from k3_jax.plan.stages import Rank, Stages, tensors
 from k3_jax.train.optimizer import MuonRule, rule_of
 from pallas_kernels.common.tpu import Chip
 from pallas_kernels.common.traffic import Collective
@@ -43,37 +44,53 @@ def bandwidth(kind: str, axes: Iterable[str], chip: Chip, mesh: Mapping[str, int
     return chip.ici_bandwidth / max(1.0, 0.75 * chips ** (1 / 3))
 
 
-def flows(run: RunConfig, pod: Pod, model: K3) -> list[Flow]:
-    """All of a step. `model` is abstract, made under the pod's mesh."""
+def flows(run: RunConfig, pod: Pod, model: K3) -> list[list[Flow]]:
+    """All of a step, for each rank of the pipeline. `model` is abstract, made under the pod's mesh."""
+    return [list(_of_rank(run, pod, model, rank)) for rank in Stages.of(run).ranks()]
+
+
+def _of_rank(run: RunConfig, pod: Pod, model: K3, rank: Rank) -> Iterator[Flow]:
     mesh, sizes = pod.mesh(run.mesh).shape, Sizes.of(run, pod)
-    found = [*_weights(run, mesh, sizes, model), *_batch(run, mesh, sizes), *_muon(mesh, sizes, model)]
+    found = [*_weights(run, mesh, sizes, model, rank), *_batch(run, mesh, sizes, model, rank)]
+    found += _muon(mesh, sizes, model)
     kept = any(keep.name == "moe_output" for keep in run.train.activations)
-    found += _experts(mesh, sizes, forward=1 if kept else 2) if run.model.moe else []
-    found += _context(sizes) if sizes.ranks > 1 else []
-    return [flow for flow in found if math.prod(mesh[axis] for axis in flow.axes) > 1]
+    found += _experts(mesh, sizes, rank, kept) if run.model.moe else []
+    found += _context(sizes, rank) if sizes.ranks > 1 else []
+    found += _pipeline(mesh, sizes, rank, model) if mesh["pipe"] > 1 else []
+    return (flow for flow in found if math.prod(mesh[axis] for axis in flow.axes) > 1)
 
 
-def _weights(run: RunConfig, mesh, sizes: Sizes, model: K3) -> Iterable[Flow]:
-    """Gathered where they are used, forward and backward; gradients scattered. One mesh axis after the other."""
+def _weights(run: RunConfig, mesh, sizes: Sizes, model: K3, rank: Rank) -> Iterable[Flow]:
+    """Gathered where they are used, forward and backward; gradients scattered. One mesh axis after the other; on a
+    pipeline gradients are added up whole, but for those of experts, over all tokens at once (sharding.use)."""
     chunks = -(-run.data.sequence_length // sizes.ranks // run.train.loss_chunk)
-    totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-    for name, leaf in zip(jax.tree.leaves(leaf_names(model)), jax.tree.leaves(model), strict=True):
+    tokens = tuple(axis for axis in sharding.ACTIVE["B"] + sharding.ACTIVE["T"] if mesh[axis] > 1)
+    totals: dict[tuple[str, str, tuple[str, ...]], float] = {}
+
+    def add(what: str, kind: str, axes: tuple[str, ...], sent: float) -> None:
+        totals[what, kind, axes] = totals.get((what, kind, axes), 0.0) + sizes.micro * sent
+
+    for name, leaf, place in tensors(model):
         axes = _gathered_axes(leaf)
-        if not axes or name == "embed":
+        if not axes or name == "embed" or (name == "lm_head" and not rank.last):
             continue
         width = FLOAT if name == "moe.router" else sizes.width
         what = "head" if name == "lm_head" else "experts" if name in EXPERTS else "other weights"
-        there, back = (2 * chunks, chunks) if name == "lm_head" else (2, 1)
+        filled, passes = (chunks, 2 * chunks) if place is None else rank.in_stack(place)
+        # A layer's last forward pass, in its backward pass, shares what is gathered with the latter.
         whole = shard_bytes(leaf) // FLOAT * width
         for axis in axes:
             whole *= mesh[axis]
-            sent = sizes.micro * whole * (mesh[axis] - 1) / mesh[axis]
-            total = totals.setdefault((what, axis), [0.0, 0.0])
-            total[0] += there * sent
-            total[1] += back * sent
-    for (what, axis), (there, back) in totals.items():
-        yield Flow(f"{what}: gathered", "all-gather", (axis,), there)
-        yield Flow(f"{what}: gradients", "reduce-scatter", (axis,), back)
+            sent = whole * (mesh[axis] - 1) / mesh[axis]
+            add(f"{what}: gathered", "all-gather", (axis,), passes * sent)
+            if what == "experts" or mesh["pipe"] == 1:
+                add(f"{what}: gradients", "reduce-scatter", (axis,), filled * sent)
+        if what != "experts" and mesh["pipe"] > 1:
+            float32 = FLOAT // width if name == "lm_head" else 1  # logits are float32
+            share = 1 - 1 / math.prod(mesh[axis] for axis in tokens)
+            add(f"{what}: gradients", "all-reduce", tokens, 2 * filled * float32 * whole * share)
+    for (what, kind, axes), sent in totals.items():
+        yield Flow(what, kind, axes, sent)
 
 
 def _gathered_axes(leaf: jax.ShapeDtypeStruct) -> list[str]:
@@ -83,26 +100,32 @@ def _gathered_axes(leaf: jax.ShapeDtypeStruct) -> list[str]:
     return [axis for axis in sharding.GATHERED if any(axis in entry and entry != ("expert",) for entry in entries)]
 
 
-def _batch(run: RunConfig, mesh, sizes: Sizes) -> Iterable[Flow]:
-    """Counts of the router, gradients of what is on every device, sums of the loss."""
+def _batch(run: RunConfig, mesh, sizes: Sizes, model: K3, rank: Rank) -> Iterable[Flow]:
+    """Counts of the router, gradients of what is on every device, sums of the loss; the embedding."""
     axes = tuple(axis for axis in sharding.ACTIVE["B"] + sharding.ACTIVE["T"] if mesh[axis] > 1)
-    config, moe = run.model, run.model.moe
-    counts = (config.num_layers - config.first_dense_layers) * moe.num_experts * (moe.quantile_bins + 1) if moe else 0
-    vectors = 8 * config.num_layers * config.hidden_size
+    config, moe, layers = run.model, run.model.moe, rank.passes
+    counts = sum(map(config.is_moe, layers)) * moe.num_experts * (moe.quantile_bins + 1) if moe else 0
+    vectors = 8 * len(layers) * config.hidden_size
     yield Flow(
         "router's counts, gradients of vectors", "all-reduce", axes, 2 * sizes.micro * FLOAT * (counts + vectors)
     )
+    if not rank.first:
+        return
     # Tokens travel to the embedding's columns, columns back to the tokens' ranks (nn/embedding.py).
     axes = tuple(axis for axis in sharding.STORED["L"] if mesh[axis] > 1)
     ranks = math.prod(mesh[axis] for axis in axes)
     yield Flow("embedding: tokens", "all-gather", axes, sizes.micro * sizes.tokens * 4 * ranks)
     yield Flow("embedding: rows, and their gradients", "all-to-all", axes, 2 * sizes.micro * sizes.stream)
+    axes = tuple(axis for axis in sharding.ACTIVE["B"] if axis not in axes)
+    (table,), copies = jax.tree.leaves(model.embed), math.prod(mesh[axis] for axis in axes)
+    sent = 2 * sizes.micro * shard_bytes(table) * (1 - 1 / copies)
+    yield Flow("embedding: gradients", "all-reduce", tuple(axis for axis in axes if mesh[axis] > 1), sent)
 
 
 def _muon(mesh, sizes: Sizes, model: K3) -> Iterable[Flow]:
     """Shards to the owners of whole blocks and back; zeros fill up what the owners do not divide."""
     totals: dict[tuple[str, ...], float] = {}
-    for name, leaf in zip(jax.tree.leaves(leaf_names(model)), jax.tree.leaves(model), strict=True):
+    for name, leaf, _ in tensors(model):
         rule, axes = rule_of(name), tuple(reversed(_gathered_axes(leaf)))
         if isinstance(rule, MuonRule) and axes:
             blocks, owners = _blocks(rule, leaf), math.prod(mesh[axis] for axis in axes)
@@ -120,30 +143,53 @@ def _blocks(rule: MuonRule, leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(stacked) * math.prod(size for axis, size in zip(axes, own, strict=True) if axis not in inside)
 
 
-def _experts(mesh, sizes: Sizes, forward: int) -> Iterable[Flow]:
-    """Rows there and back, `forward` times (the backward pass recomputes what is not kept), then of z and the gradient;
-    one borrowed expert per layer (docs/parallelism.md)."""
+def _experts(mesh, sizes: Sizes, rank: Rank, kept: bool) -> Iterable[Flow]:
+    """Rows there and back in each forward pass (the last is spared where their output is kept), then of z and the
+    gradient; one borrowed expert per layer (docs/parallelism.md)."""
     moe, b = sizes.config.moe, sizes.width
-    layers = sizes.micro * (sizes.config.num_layers - sizes.config.first_dense_layers)
+    passes = [count for layer, count in rank.passes.items() if sizes.config.is_moe(layer)]
+    trips = sum(2 * (count - kept) + 3 for count in passes)
     rows = sizes.tokens * moe.top_k * moe.latent_dim * b
     expert = 3 * moe.latent_dim * moe.expert_dim // sizes.tensor
-    yield Flow("experts: rows", "ragged-all-to-all", ("expert",), layers * (2 * forward + 3) * rows)
-    yield Flow(
-        "experts: borrowed, and their gradients", "ragged-all-to-all", ("expert",), layers * expert * (3 * b + FLOAT)
-    )
+    yield Flow("experts: rows", "ragged-all-to-all", ("expert",), sizes.micro * trips * rows)
+    loans = expert * (sum(passes) * b + len(passes) * (b + FLOAT))
+    yield Flow("experts: borrowed, and their gradients", "ragged-all-to-all", ("expert",), sizes.micro * loans)
     counts = FLOAT * moe.num_experts * mesh["expert"]
-    yield Flow("experts: counts", "all-gather", ("expert",), 2 * layers * counts)
+    yield Flow("experts: counts", "all-gather", ("expert",), sizes.micro * sum(passes) * counts)
 
 
-def _context(sizes: Sizes) -> Iterable[Flow]:
+def _context(sizes: Sizes, rank: Rank) -> Iterable[Flow]:
     """Maps of the KDA state, inputs of the convolution, latents of MLA; next tokens."""
     config, ranks, axes = sizes.config, sizes.ranks, (sizes.rows_over,)
-    kda, mla = config.num_layers - len(config.mla_layers), len(config.mla_layers)
+    kda = [count for layer, count in rank.passes.items() if not config.is_mla(layer)]
+    mla = [count for layer, count in rank.passes.items() if config.is_mla(layer)]
     maps = 2 * config.kda.num_heads * config.kda.head_dim**2 * FLOAT // sizes.tensor
-    yield Flow("KDA maps, convolution halos", "collective-permute", axes, 3 * kda * maps * ranks.bit_length())
+    sent = (sum(kda) + len(kda)) * maps * ranks.bit_length()
+    yield Flow("KDA maps, convolution halos", "collective-permute", axes, sent)
     latents = sizes.tokens * ranks * config.mla.cache_dim * sizes.width
-    yield Flow("MLA latents", "all-gather", axes, 2 * mla * latents)
-    yield Flow("MLA latents: gradients", "reduce-scatter", axes, mla * latents)
+    yield Flow("MLA latents", "all-gather", axes, sum(mla) * latents)
+    yield Flow("MLA latents: gradients", "reduce-scatter", axes, len(mla) * latents)
+
+
+def _pipeline(mesh, sizes: Sizes, rank: Rank, model: K3) -> Iterable[Flow]:
+    """In every tick rows to the next rank and cotangents, float32, to the one before, zeros where nothing is due; once
+    a step the gradients of the embedding and the head, and what layers report."""
+    schedule, axes, everywhere = rank.stages.schedule, ("pipe",), tuple(axis for axis in mesh if mesh[axis] > 1)
+    onward, back = _rows(schedule, rank.number)
+    float32 = sizes.stream // sizes.width * FLOAT
+    yield Flow("AttnRes rows", "collective-permute", axes, schedule.ticks * onward * sizes.stream)
+    yield Flow("AttnRes rows: cotangents", "collective-permute", axes, schedule.ticks * back * float32)
+    ends = sum(shard_bytes(leaf) for _, leaf, place in tensors(model) if place is None)
+    yield Flow("embedding, head: gradients of all ranks", "all-reduce", axes, 2 * ends * (1 - 1 / mesh["pipe"]))
+    yield Flow("norm of the gradient", "all-reduce", everywhere, 2 * FLOAT)
+    loads = len(rank.passes) * (sizes.config.moe.num_experts if sizes.config.moe else 0)
+    yield Flow("reports of layers", "all-gather", axes, FLOAT * loads * (mesh["pipe"] - 1))
+
+
+def _rows(schedule: Schedule, rank: int) -> tuple[int, int]:
+    """(rows to the next rank, rows to the one before) in a tick."""
+    links = [link for newest in range(schedule.message) for link in schedule.links(newest)]
+    return sum(source == rank for source, _ in links), sum(target == rank for _, target in links)
 
 
 # How XLA writes a reduce-scatter whose shards are not whole tiles: all of the sum, cut; rows from a neighbour.

@@ -3,6 +3,8 @@
 Arguments (weights, optimizer state, the batch) are exact but for the padding of tiles. Temporaries are those of the
 fullest moments of a step, listed from the compiler's live ranges of K3's step; `k3 plan --compile` compares both.
 S tokens on a device, b bytes of the compute type, N = S k rows of experts, m experts at home, D, L, F, H K as in nn/.
+
+On a pipeline all ranks run one program: each has room for all slots of the pattern, and for as many rows as the fullest.
 """
 
 import math
@@ -14,11 +16,12 @@ import jax
 from k3_jax import audit, sharding
 from k3_jax.config import K3Config, Keep, Offload, Quantize, RunConfig
 from k3_jax.nn.activations import BLOCK
-from k3_jax.nn.layout import leaf_names
+from k3_jax.nn.block import Kind
 from k3_jax.nn.mla import head_groups
 from k3_jax.nn.transformer import K3
 from k3_jax.parallel.transport import CHUNKS
 from k3_jax.plan.pod import Pod
+from k3_jax.plan.stages import Stages, tensors
 from k3_jax.train.optimizer import AdamWRule, MuonRule, rule_of
 
 FLOAT = 4  # bytes of parameters, gradients and moments
@@ -93,6 +96,7 @@ class Sizes:
     rows_over: str | None  # the axis that cuts rows
     ranks: int  # of it
     tensor: int
+    slots: Counter[Kind]  # of one pass: its layers
 
     @staticmethod
     def of(run: RunConfig, pod: Pod) -> "Sizes":
@@ -103,7 +107,7 @@ class Sizes:
         tokens = rows * run.data.sequence_length // shards
         cut = next((axis for axis in sharding.ACTIVE["T"] if mesh[axis] > 1), None)
         ranks, micro = mesh[cut] if cut else 1, run.train.grad_accumulation
-        return Sizes(run.model, tokens, width, micro, mesh["expert"], cut, ranks, mesh["tensor"])
+        return Sizes(run.model, tokens, width, micro, mesh["expert"], cut, ranks, mesh["tensor"], _slots(run))
 
     @property
     def stream(self) -> int:
@@ -111,18 +115,26 @@ class Sizes:
         return self.tokens * self.config.hidden_size * self.width
 
 
+def _slots(run: RunConfig) -> Counter[Kind]:
+    found = Counter()
+    for group in Stages.of(run).depth.groups:
+        for kind, count in group.runs:
+            found[kind] += group.repeat * count
+    return found
+
+
 def make_ledger(run: RunConfig, pod: Pod, model: K3) -> Ledger:
     """`model` is abstract, made under the pod's mesh."""
-    sizes = Sizes.of(run, pod)
-    names, leaves = jax.tree.leaves(leaf_names(model)), jax.tree.leaves(model)
+    sizes, stages = Sizes.of(run, pod), Stages.of(run)
     weights, moments = Counter(), Counter()
-    for name, leaf in zip(names, leaves, strict=True):
+    for name, leaf, _ in tensors(model):
         part, size = audit.part_of(name), shard_bytes(leaf)
         weights[part] += size
         moments[part] += size * _moments_of(name)
     batch = sizes.micro * sizes.tokens * (4 + 4 + 1)
-    gradients = [Item(GRADIENTS, f"of {part}", size * (1 if sizes.micro == 1 else 2)) for part, size in weights.items()]
-    saved = _saved(sizes, run.train.activations)
+    twice = sizes.micro > 1 and not stages.schedule  # of all micro-batches, and of this one
+    gradients = [Item(GRADIENTS, f"of {part}", size * (2 if twice else 1)) for part, size in weights.items()]
+    saved = _saved(sizes, run.train.activations) + (_pipeline(sizes, stages, model) if stages.schedule else [])
     arguments = [Item(WEIGHTS, part, size) for part, size in weights.items()]
     arguments += [Item(OPTIMIZER, f"of {part}", size) for part, size in moments.items()]
     return Ledger(
@@ -155,6 +167,31 @@ def _padded(items: list[Item]) -> list[Item]:
     return [*items, Item(EMPTY, "between the others", round(PACKING * sum(item.bytes for item in items)))]
 
 
+def _pipeline(sizes: Sizes, stages: Stages, model: K3) -> list[Item]:
+    """What a rank of a pipeline carries from tick to tick, and the chunk at work: where a rank has several, its weights
+    are cut out of theirs; so are those of a period where the scan has several, and its gradients put back."""
+    schedule, interleave = stages.schedule, stages.depth.interleave
+    float32 = sizes.stream // sizes.width * FLOAT
+    ends, chunk, period = 0, 0, 0
+    for _, leaf, place in tensors(model):
+        if place is None:
+            ends += shard_bytes(leaf)
+        else:
+            repeat = stages.depth.groups[place[0]].repeat
+            chunk += shard_bytes(leaf) // interleave
+            period += shard_bytes(leaf) // interleave // repeat if repeat > 1 else 0
+    pool, returns, message = schedule.pool + 1, schedule.returns + 1, schedule.message
+    return [
+        Item(ACTIVATIONS, f"AttnRes rows in flight, {pool}", pool * sizes.stream),
+        Item(ACTIVATIONS, f"cotangents of such rows, {returns}, float32", returns * float32),
+        Item(ACTIVATIONS, "AttnRes banks before a pass and in a layer", 2 * sizes.config.num_attn_res_blocks * sizes.stream),
+        Item(BUFFERS, f"messages of {message} rows from both neighbours", message * (sizes.stream + float32)),
+        Item(GRADIENTS, "of embedding and head in a tick", ends),
+        Item(GRADIENTS, "of the chunk at work, and of a period of it", chunk + period),
+        Item(WEIGHTS, "of the chunk at work, and of a period of it", (chunk if interleave > 1 else 0) + period),
+    ]
+
+
 def _saved(sizes: Sizes, policy: tuple[Keep, ...]) -> list[Item]:
     """What the forward pass leaves for the backward pass: the inputs of all layers, and what the policy keeps too."""
     rows = sizes.config.num_attn_res_blocks
@@ -170,8 +207,9 @@ def _kept(sizes: Sizes, keep: Keep) -> Item:
     """A named tensor of all layers that have it; one in the host's memory takes none here."""
     config, tensor = sizes.config, sizes.tensor
     mla, heads = config.mla, config.kda.num_heads * config.kda.head_dim // tensor
-    layers, dense, mlas = config.num_layers, config.first_dense_layers, len(config.mla_layers)
-    kdas, moes = layers - mlas, layers - dense
+    layers, mlas = sizes.slots.total(), sum(count for kind, count in sizes.slots.items() if kind.mla)
+    moes = sum(count for kind, count in sizes.slots.items() if kind.moe)
+    kdas, dense = layers - mlas, layers - moes
     latent, shared = (config.moe.latent_dim, config.moe.shared_dim) if config.moe else (0, 0)
     count, numbers = {
         "layer_input": (layers, layers * config.hidden_size),

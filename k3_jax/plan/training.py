@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -9,29 +10,17 @@ from rich.table import Table
 
 from k3_jax import audit
 from k3_jax.config import ConfigError, RunConfig
+from k3_jax.plan.bracket import UNCALIBRATED, Bracket, transfer_seconds, utilisation
 from k3_jax.plan.compiled import CompiledStep, compile_step, lower
 from k3_jax.plan.flows import Flow, flows, unlisted
 from k3_jax.plan.ledger import KNOBS, Ledger, make_ledger
 from k3_jax.plan.pod import Pod, pod
+from k3_jax.plan.stages import Stages
 from k3_jax.plan.tables import new_table, size
 from k3_jax.plan.work import Work, step_work
 from k3_jax.train.optimizer import describe
 from k3_jax.train.setup import check_run
-
-UNCALIBRATED = "predicted, uncalibrated"
-
-
-@dataclass(frozen=True)
-class Bracket:
-    """Seconds of a step at the chip's peak and at the links' bandwidths, by how much of the two overlaps."""
-
-    compute: float
-    transfer: float
-    scheduled: float | None  # None: nothing was compiled
-
-    def seconds(self) -> dict[str, float]:
-        found = {"no overlap": self.compute + self.transfer, "full overlap": max(self.compute, self.transfer)}
-        return found if self.scheduled is None else found | {"as scheduled": self.scheduled}
+from k3_jax.train.state import new_model
 
 
 @dataclass(frozen=True)
@@ -39,42 +28,58 @@ class TrainingPlan:
     run: RunConfig
     pod: Pod
     ledger: Ledger
-    flows: list[Flow]
+    flows_of_ranks: list[list[Flow]]  # of the pipeline; without one there is one rank
     work: Work
     lowered_seconds: float | None
     compiled: CompiledStep | None
 
+    @cached_property
+    def mesh(self) -> dict[str, int]:
+        return dict(self.pod.mesh(self.run.mesh).shape)
+
+    @cached_property
+    def fullest_rank(self) -> int:
+        """Of the pipeline: the one whose transfers take longest."""
+        seconds = [transfer_seconds(flows, self.pod, self.mesh) for flows in self.flows_of_ranks]
+        return seconds.index(max(seconds))
+
+    @property
+    def flows(self) -> list[Flow]:
+        """Of the fullest rank."""
+        return self.flows_of_ranks[self.fullest_rank]
+
     def bracket(self) -> Bracket:
-        mesh, chip = self.pod.mesh(self.run.mesh).shape, self.pod.chip
-        compute = self.work.executed / self.pod.devices / chip.bf16_flops
-        transfer = sum(flow.seconds(chip, mesh) for flow in self.flows)
-        if self.compiled is None:
-            return Bracket(compute, transfer, None)
-        found = self.compiled.schedule
-        return Bracket(found.compute, found.transfer, found.now)
+        """Of the fullest rank. The compiled program's ticks hold those in which a rank rests."""
+        if self.compiled is not None:
+            found = self.compiled.schedule
+            return Bracket(found.compute, found.transfer, scheduled=found.now)
+        stages, work = Stages.of(self.run), self.work
+        executed = (work.executed - work.muon) * stages.imbalance + work.muon
+        compute = executed / self.pod.devices / self.pod.chip.bf16_flops
+        return Bracket(compute, transfer_seconds(self.flows, self.pod, self.mesh), stages.bubble)
 
     def utilisation(self, seconds: float) -> float:
         """MFU of a step that takes so long."""
-        return self.work.model / self.pod.devices / self.pod.chip.bf16_flops / seconds
+        return utilisation(self.work, self.pod, seconds)
 
     @property
     def strangers(self) -> list[tuple[str, tuple[str, ...]]]:
         """Kinds and axes of the compiled step's collectives that the flows do not list."""
         if self.compiled is None:
             return []
-        return sorted({(x.kind, x.axes) for x in unlisted(self.compiled.collectives, self.flows)})
+        listed = [flow for flows in self.flows_of_ranks for flow in flows]
+        return sorted({(x.kind, x.axes) for x in unlisted(self.compiled.collectives, listed)})
 
 
 def plan_training(run: RunConfig, topology: str, lowered: bool, effort: str | None) -> TrainingPlan:
     """`effort`: compile at this optimization level; None: do not. Raises ConfigError for what cannot be."""
     place = pod(topology)
     mesh = place.mesh(run.mesh)
-    if mesh.shape["pipe"] > 1:
-        raise ConfigError(f"mesh.pipe = {mesh.shape['pipe']}: expected 1 (the ledger does not know pipelines yet)")
+    run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, **mesh.shape))  # no -1 any more
     check_run(run, mesh, init=None)
     with jax.sharding.use_abstract_mesh(mesh):
-        model = audit.abstract_model(run.model)
-    shapes = audit.parameter_shapes(model)
+        model = jax.eval_shape(lambda: new_model(run))
+    shapes = audit.parameter_shapes(audit.abstract_model(run.model))
     ledger = make_ledger(run, place, model)
     work = step_work(run, shapes, describe(run.optimizer, run.model, shapes))
     try:
@@ -108,6 +113,8 @@ def as_json(plan: TrainingPlan) -> dict[str, Any]:
         },
         "collectives": [dataclasses.asdict(flow) for flow in plan.flows],
         "work": dataclasses.asdict(plan.work),
+        "calibration": UNCALIBRATED,
+        "bubble": Stages.of(plan.run).bubble,
         "seconds": seconds,
         "utilisation": {name: plan.utilisation(x) for name, x in seconds.items()},
     }
@@ -127,7 +134,7 @@ def _compiled_json(plan: TrainingPlan) -> dict[str, Any]:
         "compile_seconds": step.compile_seconds,
         "host_bytes": step.host_bytes,
         "collectives": [[kind, list(axes), sent] for (kind, axes), sent in sorted(step.sent().items())],
-        "exposed_bytes": dict(step.schedule.bare),
+        "exposed": [[kind, list(axes), size] for (kind, axes), size in sorted(step.schedule.bare.items())],
         "unlisted": plan.strangers,
     }
 
@@ -159,8 +166,9 @@ def _memory_table(plan: TrainingPlan) -> Table:
 
 
 def _traffic_table(plan: TrainingPlan) -> Table:
-    mesh, chip = plan.pod.mesh(plan.run.mesh).shape, plan.pod.chip
-    table = new_table("what a device sends in a step", "collective", "axes", "what", "bytes", "seconds", text_columns=3)
+    mesh, chip = plan.mesh, plan.pod.chip
+    who = f"a device of rank {plan.fullest_rank} of the pipeline" if mesh["pipe"] > 1 else "a device"
+    table = new_table(f"what {who} sends in a step", "collective", "axes", "what", "bytes", "seconds", text_columns=3)
     for flow in sorted(plan.flows, key=lambda flow: -flow.bytes):
         row = flow.kind, " ".join(flow.axes), flow.what, size(round(flow.bytes)), f"{flow.seconds(chip, mesh):.3f}"
         table.add_row(*row)
@@ -168,8 +176,8 @@ def _traffic_table(plan: TrainingPlan) -> Table:
         table.add_section()
         for (kind, axes), total in sorted(plan.compiled.sent().items()):
             table.add_row(kind, " ".join(axes), "compiled", size(total))
-        for kind, total in sorted(plan.compiled.schedule.bare.items()):
-            table.add_row(kind, "", "compiled: under no product", size(round(total)))
+        for (kind, axes), total in sorted(plan.compiled.schedule.bare.items()):
+            table.add_row(kind, " ".join(axes), "compiled: exposed, under no product", size(round(total)))
         for kind, axes in plan.strangers:
             table.add_row(kind, " ".join(axes), "NOT IN THE PLAN")
     return table
@@ -182,6 +190,9 @@ def _time_table(plan: TrainingPlan) -> Table:
     table.add_row("executed: recomputation and Muon too", f"{work.executed:.4g}")
     table.add_row("at the peak of the matrix units, or of HBM where compiled", f"{bracket.compute:.2f} s")
     table.add_row("transfers", f"{bracket.transfer:.2f} s")
+    if (stages := Stages.of(plan.run)).schedule:
+        table.add_row("a rank rests, stages of equal cost", f"{100 * stages.bubble:.1f} %")
+        table.add_row("the most expensive chunk, over the mean", f"{stages.imbalance:.3f}")
     for name, seconds in bracket.seconds().items():
         table.add_row(f"step, {name}", f"{seconds:.2f} s, MFU {100 * plan.utilisation(seconds):.1f} %")
     if plan.compiled:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from k3_jax import audit
 from k3_jax.config import RunConfig
+from k3_jax.plan.stages import Stages
 from k3_jax.train.optimizer import OptimizerRow
 
 CHUNK = 64  # of KDA, in tokens
@@ -28,11 +29,12 @@ def step_work(run: RunConfig, shapes: audit.Shapes, rows: list[OptimizerRow]) ->
     layers, head = forward(run, shapes)
     muon = sum(orthogonalisation(row, run.optimizer.ns_steps) for row in rows)
     model = 3 * (layers + head) * tokens
-    # Each layer runs forward twice, gate and up of the experts a third time (parallel/expert.py), the head twice; not
-    # so the three products of experts whose output is kept.
+    # Each layer runs forward twice, on a pipeline a third time, gate and up of the experts once more
+    # (parallel/expert.py), the head twice; not so the three products of experts whose output is kept.
     kept = any(keep.name == "moe_output" for keep in run.train.activations)
-    again = (layers + head + gate_and_up(run) - kept * 3 * gate_and_up(run) // 2) * tokens
-    return Work(tokens, model, model + again + muon, muon)
+    again = layers * (Stages.of(run).mean_forward_passes - 1) + head
+    again += gate_and_up(run) - kept * 3 * gate_and_up(run) // 2
+    return Work(tokens, model, model + round(again * tokens) + muon, muon)
 
 
 def forward(run: RunConfig, shapes: audit.Shapes) -> tuple[int, int]:
@@ -58,9 +60,9 @@ def gate_and_up(run: RunConfig) -> int:
 def orthogonalisation(row: OptimizerRow, steps: int) -> int:
     """Of all blocks of `count` parameters: per step 2 a b min(a, b) twice and 2 min(a, b)^3."""
     per_piece = row.blocks // len(row.block_shapes) if row.block_shapes else 0
-    return sum(row.count * per_piece * steps * _newton_schulz_step(shape) for shape in row.block_shapes)
+    return sum(row.count * per_piece * steps * newton_schulz(shape) for shape in row.block_shapes)
 
 
-def _newton_schulz_step(shape: tuple[int, int]) -> int:
+def newton_schulz(shape: tuple[int, int]) -> int:
     short, long = sorted(shape)
     return 4 * long * short**2 + 2 * short**3

@@ -13,7 +13,7 @@ from k3_jax.nn.moe import LatentMoE
 from k3_jax.parallel.expert import TPU_OPTIONS
 from k3_jax.recipe import load_recipe
 from pallas_kernels.common import aot, tpu
-from pallas_kernels.common.overlap import replay
+from pallas_kernels.common.overlap import Transfer, replay
 
 pytestmark = pytest.mark.aot_compile
 TOPOLOGY, RANKS, TOKENS = "tpu7x:4x4x4", 64, 8192
@@ -62,7 +62,8 @@ def sent(op) -> float:
 def test_transport_travels_under_products(step):
     with aot.no_disk_cache():
         text = lower(step).compile().as_text()
-    found = replay(text, tpu.chip(TOPOLOGY), lambda op, *_: (float(sent(op)), sent(op) / LINK_BANDWIDTH))
+    cost = lambda op, *_: Transfer(float(sent(op)), sent(op) / LINK_BANDWIDTH, op.name)  # noqa: E731
+    found = replay(text, tpu.chip(TOPOLOGY), cost)
     work, transfer, exposed = (1e3 * seconds for seconds in (found.compute, found.transfer, found.exposed))
     print(f"{step.__name__}: {found.sent / 1e6:.0f} MB sent, {100 * found.covered_share:.0f} % under products")
     print(f"predicted: {work:.1f} ms of work, {transfer:.1f} ms of transfers, {exposed:.1f} ms of them exposed")

@@ -6,12 +6,12 @@ import pytest
 
 from pallas_kernels.common import tpu
 from pallas_kernels.common.hlo import flops, read_hlo
-from pallas_kernels.common.overlap import replay
+from pallas_kernels.common.overlap import Transfer, replay
 
 
 def of(seconds: float):
     """What a collective costs: 40 kB in so many seconds."""
-    return lambda *_: (40_000.0, float(seconds))
+    return lambda op, *_: Transfer(40_000.0, float(seconds), op.name)
 
 
 CHIP = dataclasses.replace(tpu.TPU7X, bf16_flops=2e6, hbm_bandwidth=1e30)  # a product of 100 x 100 takes one second
@@ -52,7 +52,7 @@ def test_replay(seconds, exposed):
     assert found.exposed == pytest.approx(exposed)
     assert (found.sent, found.covered) == (120_000, 40_000)
     assert found.covered_share == pytest.approx(1 / 3)
-    assert found.bare == {"all-gather": 40_000, "all-reduce": 40_000}
+    assert found.bare == {"all-gather-start": 40_000, "all-reduce.1": 40_000}
     assert found.hidden_share == pytest.approx(1 - exposed / (3 * seconds))
 
 
@@ -83,6 +83,58 @@ def test_links_carry_one_transfer_after_the_other():
     assert (peak["none"], peak["scheduled"], peak["full"]) == pytest.approx((1 / 2.5, 1 / 1.5, 1 / 1.5))
     slow = replay(TWO_AT_ONCE, dataclasses.replace(CHIP, hbm_bandwidth=60_000), of(0))
     assert slow.compute == pytest.approx(2)  # two operands, which are one array, and the result
+
+
+BRANCHES = """\
+%fused (p0: f32[100,100], p1: f32[100,100]) -> f32[100,100] {
+  %p0 = f32[100,100]{1,0} parameter(0)
+  %p1 = f32[100,100]{1,0} parameter(1)
+  ROOT %convolution.1 = f32[100,100]{1,0} convolution(%p0, %p1), dim_labels=bf_io->bf
+}
+
+%body (q: f32[100,100]) -> f32[100,100] {
+  %q = f32[100,100]{1,0} parameter(0)
+  ROOT %fusion.1 = f32[100,100]{1,0} fusion(%q, %q), kind=kOutput, calls=%fused
+}
+
+%three (q: f32[100,100]) -> pred[] {
+  %n = s32[] constant(3)
+  ROOT %less = pred[] compare(%n, %n), direction=LT
+}
+
+%rest (r: f32[100,100]) -> f32[100,100] {
+  ROOT %r = f32[100,100]{1,0} parameter(0)
+}
+
+%work (r: f32[100,100]) -> f32[100,100] {
+  %r = f32[100,100]{1,0} parameter(0)
+  %all-gather = f32[100,100]{1,0} all-gather(%r)
+  ROOT %while.1 = f32[100,100]{1,0} while(%all-gather), condition=%three, body=%body
+}
+
+ENTRY %main (i: s32[], a: f32[100,100]) -> f32[100,100] {
+  %i = s32[] parameter(0)
+  %a = f32[100,100]{1,0} parameter(1)
+  ROOT %conditional.1 = f32[100,100]{1,0} conditional(%i, %a, %a), BRANCH
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "branch", ["branch_computations={%rest, %work}", "true_computation=%work, false_computation=%rest"]
+)
+def test_a_rank_that_works_takes_the_longest_branch(branch):
+    """A gather of half a second, and a product of one second three times."""
+    found = replay(BRANCHES.replace("BRANCH", branch), CHIP, of(0.5))
+    assert (found.compute, found.exposed) == pytest.approx((3, 0.5))
+    assert found.bare == {"all-gather": 40_000}
+
+
+def test_what_is_left_out_costs_nothing_and_a_done_needs_its_start():
+    found = replay(TEXT, CHIP, lambda *_: None)
+    assert (found.compute, found.transfer, found.sent) == pytest.approx((1, 0, 0))
+    with pytest.raises(KeyError):
+        replay(TEXT.replace("all-gather-done(%all-gather-start)", "all-gather-done(%a)"), CHIP, of(1))
 
 
 GROUPED = """\
