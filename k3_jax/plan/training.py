@@ -79,7 +79,7 @@ def plan_training(run: RunConfig, topology: str, lowered: bool, effort: str | No
     check_run(run, mesh, init=None)
     with jax.sharding.use_abstract_mesh(mesh):
         model = jax.eval_shape(lambda: new_model(run))
-    shapes = audit.parameter_shapes(audit.abstract_model(run.model))
+        shapes = audit.parameter_shapes(model)
     ledger = make_ledger(run, place, model)
     work = step_work(run, shapes, describe(run.optimizer, run.model, shapes))
     try:
