@@ -15,21 +15,16 @@ UNCALIBRATED = "predicted, uncalibrated"
 
 @dataclass(frozen=True)
 class Bracket:
-    """Seconds of a device's work and of its transfers in a step, by how much of the two overlaps.
-
-    `bubble` is the share of the step that it waits for other ranks of a pipeline. `scheduled`: as the compiled program
-    overlaps them, with what it waits; None: nothing was compiled.
-    """
+    """Seconds of a device's work and of its transfers in a step, by how much of the two overlaps. `bubble` is the share
+    of the step that it waits for other ranks of a pipeline."""
 
     compute: float
     transfer: float
     bubble: float = 0.0
-    scheduled: float | None = None
 
     def seconds(self) -> dict[str, float]:
         found = {"no overlap": self.compute + self.transfer, "full overlap": max(self.compute, self.transfer)}
-        found = {name: seconds / (1 - self.bubble) for name, seconds in found.items()}
-        return found if self.scheduled is None else found | {"as scheduled": self.scheduled}
+        return {name: seconds / (1 - self.bubble) for name, seconds in found.items()}
 
 
 def transfer_seconds(flows: Iterable[Flow], pod: Pod, mesh: Mapping[str, int]) -> float:

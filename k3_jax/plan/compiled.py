@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 
 from k3_jax.config import ConfigError, RunConfig
+from k3_jax.plan.bracket import Bracket
 from k3_jax.plan.flows import bandwidth
 from k3_jax.plan.pod import Pod
 from k3_jax.plan.step import lower_train_step
@@ -31,6 +32,12 @@ class CompiledStep:
     host_bytes: int  # of memory that compiling took
     collectives: list[Collective]
     schedule: Replay
+
+    def seconds(self) -> dict[str, float]:
+        """Of a step, by how much of transfers and work overlaps."""
+        found = self.schedule
+        bracket = Bracket(found.compute, found.transfer).seconds()
+        return {"no overlap": bracket["no overlap"], "as scheduled": found.now, "full overlap": bracket["full overlap"]}
 
     def sent(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """Bytes that a device sends in a step, by kind and axes."""

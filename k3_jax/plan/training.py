@@ -49,10 +49,7 @@ class TrainingPlan:
         return self.flows_of_ranks[self.fullest_rank]
 
     def bracket(self) -> Bracket:
-        """Of the fullest rank. The compiled program's ticks hold those in which a rank rests."""
-        if self.compiled is not None:
-            found = self.compiled.schedule
-            return Bracket(found.compute, found.transfer, scheduled=found.now)
+        """Of the fullest rank, at peaks."""
         stages, work = Stages.of(self.run), self.work
         executed = (work.executed - work.muon) * stages.imbalance + work.muon
         compute = executed / self.pod.devices / self.pod.chip.bf16_flops
@@ -134,6 +131,8 @@ def _compiled_json(plan: TrainingPlan) -> dict[str, Any]:
         "compile_seconds": step.compile_seconds,
         "host_bytes": step.host_bytes,
         "collectives": [[kind, list(axes), sent] for (kind, axes), sent in sorted(step.sent().items())],
+        "seconds": step.seconds(),
+        "utilisation": {name: plan.utilisation(x) for name, x in step.seconds().items()},
         "exposed": [[kind, list(axes), size] for (kind, axes), size in sorted(step.schedule.bare.items())],
         "unlisted": plan.strangers,
     }
@@ -188,17 +187,26 @@ def _time_table(plan: TrainingPlan) -> Table:
     table = new_table(f"time of a step of {work.tokens:,} tokens ({UNCALIBRATED})", "quantity", "value")
     table.add_row("operations of the model, analytic", f"{work.model:.4g}")
     table.add_row("executed: recomputation and Muon too", f"{work.executed:.4g}")
-    table.add_row("at the peak of the matrix units, or of HBM where compiled", f"{bracket.compute:.2f} s")
+    table.add_row("at the peak of the matrix units", f"{bracket.compute:.2f} s")
     table.add_row("transfers", f"{bracket.transfer:.2f} s")
     if (stages := Stages.of(plan.run)).schedule:
         table.add_row("a rank rests, stages of equal cost", f"{100 * stages.bubble:.1f} %")
         table.add_row("the most expensive chunk, over the mean", f"{stages.imbalance:.3f}")
     for name, seconds in bracket.seconds().items():
-        table.add_row(f"step, {name}", f"{seconds:.2f} s, MFU {100 * plan.utilisation(seconds):.1f} %")
+        table.add_row(f"step, {name}", _with_mfu(plan, seconds))
     if plan.compiled:
         step = plan.compiled
+        table.add_section()
+        table.add_row("compiled: ops at the peak of the matrix units or of HBM", f"{step.schedule.compute:.2f} s")
+        table.add_row("compiled: transfers", f"{step.schedule.transfer:.2f} s")
+        for name, seconds in step.seconds().items():
+            table.add_row(f"compiled: step, {name}", _with_mfu(plan, seconds))
         took = f"{step.compile_seconds / 60:.1f} min, {size(step.host_bytes)}"
         table.add_row("lowered, compiled on this machine (measured)", f"{step.lower_seconds:.0f} s, {took}")
     elif plan.lowered_seconds is not None:
         table.add_row("lowered on this machine (measured)", f"{plan.lowered_seconds:.0f} s")
     return table
+
+
+def _with_mfu(plan: TrainingPlan, seconds: float) -> str:
+    return f"{seconds:.2f} s, MFU {100 * plan.utilisation(seconds):.1f} %"

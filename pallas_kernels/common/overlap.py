@@ -19,6 +19,7 @@ from pallas_kernels.common.hlo import Computation, Op, flops, hbm_bytes, read_hl
 from pallas_kernels.common.tpu import Chip
 from pallas_kernels.common.traffic import trips
 
+
 class Transfer(NamedTuple):
     """Bytes that a device sends in a collective, the seconds that it takes, and as what it is counted."""
 

@@ -110,7 +110,6 @@ def test_the_bubble_is_in_the_brackets(plan):
     assert bracket.bubble == pytest.approx(3 / 67)
     assert bracket.seconds()["no overlap"] == pytest.approx((bracket.compute + bracket.transfer) * 67 / 64)
     assert 1 < Stages.of(plan.run).imbalance < 1.06
-    whole = training.plan_training(load_recipe(PRETRAIN), "tpu7x:8x8x8", lowered=False, effort=None)
-    assert plan.work.model == whole.work.model
-    assert plan.work.executed / whole.work.executed == pytest.approx(5 / 4, rel=0.05)  # a third forward pass
-    assert whole.bracket().bubble == 0 and Stages.of(whole.run).imbalance == 1
+    assert 1.65 < plan.work.executed / plan.work.model < 1.8  # a third forward pass, of three units; else 1.44
+    whole = Stages.of(load_recipe(PRETRAIN))
+    assert whole.bubble == 0 and whole.imbalance == 1 and whole.mean_forward_passes == 2

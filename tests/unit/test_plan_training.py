@@ -42,7 +42,9 @@ def pretrain():
     return plan_of(PRETRAIN, "tpu7x:8x8x8")
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(fsdp=4, tensor=2), MeshConfig(data=2, fsdp=2, expert=2)])
+@pytest.mark.parametrize(
+    "mesh", [MeshConfig(fsdp=4, tensor=2), MeshConfig(data=2, fsdp=2, expert=2), MeshConfig(pipe=2, fsdp=2, expert=2)]
+)
 def test_arguments_are_the_bytes_of_the_real_state(mesh):
     """The optimizer's state as Optax makes it, not as the table of rules says."""
     run = run_of(tiny_config(), mesh)
@@ -149,7 +151,7 @@ def test_brackets(pretrain):
 
 
 def test_json(capsys):
-    mesh = ["--set", "mesh.fsdp=4", "--set", "mesh.context=2"]
+    mesh = ["--set", "mesh.fsdp=-1", "--set", "mesh.context=2"]
     assert main(["plan", "--config", "configs/tiny.py", "--topology", "tpu7x:2x2x1", "--json", *mesh]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["chips"], found["devices"]) == (4, 8)
@@ -163,7 +165,7 @@ def test_json(capsys):
         (("--topology", "v4:2x2x1"), "--topology = v4:2x2x1: chip = 'v4': expected one of v5p, v6e, tpu7x"),
         (("--topology", "tpu7x"), "--topology = tpu7x: expected chips after a colon, such as tpu7x:8x8x8"),
         (("--lower",), "--topology is missing"),
-        (("--topology", "v5p:2x2x2", "--set", "mesh.pipe=8"), "mesh.pipe = 8: expected 1 (the ledger does not know"),
+        (("--topology", "v5p:2x2x2", "--set", "mesh.pipe=8"), "8 x 1: expected at most 3 chunks"),
         (("--topology", "v5p:2x2x2", "--set", "mesh.fsdp=3"), "expected sizes that multiply to the 8 devices"),
         (("--topology", "v5p:2x2x2", "--set", "mesh.fsdp=8", "--set", "data.batch_size=4"), "data.batch_size = 4"),
     ],

@@ -15,6 +15,7 @@ from k3_jax.train.setup import check_run
 
 PRETRAIN = {
     "configs/k3_pretrain_tpu7x_1024_1m.py": "tpu7x:8x8x16",
+    "configs/k3_pretrain_tpu7x_1024_pipe.py": "tpu7x:8x8x16",
     "configs/k3_pretrain_tpu7x_512.py": "tpu7x:8x8x8",
     "configs/k3_pretrain_v5p_1024.py": "v5p:8x8x16",
 }
