@@ -14,8 +14,8 @@ from k3_jax import sharding
 from k3_jax.config import RunConfig
 from k3_jax.nn.transformer import K3
 from k3_jax.parallel.schedule import Schedule
-from k3_jax.plan.ledger import FLOAT, Sizes, shard_bytes
 from k3_jax.plan.pod import Pod
+from k3_jax.plan.sizes import FLOAT, Sizes, shard_bytes
 from k3_jax.plan.stages import Rank, Stages, tensors
 from k3_jax.train.optimizer import MuonRule, rule_of
 from pallas_kernels.common.tpu import Chip

@@ -4,27 +4,23 @@ Arguments (weights, optimizer state, the batch) are exact but for the padding of
 fullest moments of a step, listed from the compiler's live ranges of K3's step; `k3 plan --compile` compares both.
 S tokens on a device, b bytes of the compute type, N = S k rows of experts, m experts at home, D, L, F, H K as in nn/.
 
-On a pipeline all ranks run one program: each has room for all slots of the pattern, and for as many rows as the fullest.
+On a pipeline all ranks run one program: each has room for all slots of the pattern, and for the fullest rank's rows.
 """
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 
-import jax
-
-from k3_jax import audit, sharding
-from k3_jax.config import K3Config, Keep, Offload, Quantize, RunConfig
+from k3_jax import audit
+from k3_jax.config import Keep, Offload, Quantize, RunConfig
 from k3_jax.nn.activations import BLOCK
-from k3_jax.nn.block import Kind
 from k3_jax.nn.mla import head_groups
 from k3_jax.nn.transformer import K3
 from k3_jax.parallel.transport import CHUNKS
 from k3_jax.plan.pod import Pod
+from k3_jax.plan.sizes import FLOAT, Sizes, shard_bytes
 from k3_jax.plan.stages import Stages, tensors
 from k3_jax.train.optimizer import AdamWRule, MuonRule, rule_of
 
-FLOAT = 4  # bytes of parameters, gradients and moments
 PACKING = 0.05  # of the temporaries: what the compiler's placement leaves empty, as observed
 
 WEIGHTS, OPTIMIZER, BATCH = "weights", "optimizer", "batch"
@@ -34,7 +30,7 @@ KNOBS = {
     WEIGHTS: "more chips, in mesh.expert or mesh.fsdp",
     OPTIMIZER: "more chips, in mesh.expert or mesh.fsdp",
     BATCH: "train.grad_accumulation",
-    GRADIENTS: "more chips; train.grad_accumulation = 1 keeps them once",
+    GRADIENTS: "more chips; train.grad_accumulation = 1 keeps them once, a larger mesh.interleave a smaller chunk's",
     ACTIVATIONS: "fewer tokens per device: data.batch_size, train.grad_accumulation or mesh.context",
     BUFFERS: "fewer tokens per device, or a larger mesh.expert: fewer experts at home",
     EMPTY: "nothing",
@@ -84,45 +80,6 @@ class Ledger:
         return dict(found)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of one device and micro-batch."""
-
-    config: K3Config
-    tokens: int  # S
-    width: int  # b
-    micro: int  # micro-batches per step
-    expert: int
-    rows_over: str | None  # the axis that cuts rows
-    ranks: int  # of it
-    tensor: int
-    slots: Counter[Kind]  # of one pass: its layers
-
-    @staticmethod
-    def of(run: RunConfig, pod: Pod) -> "Sizes":
-        mesh = pod.mesh(run.mesh).shape
-        rows = run.data.batch_size // run.train.grad_accumulation
-        shards = math.prod(mesh[axis] for letter in "BT" for axis in sharding.ACTIVE[letter])
-        width = jax.numpy.dtype(run.train.compute_dtype).itemsize
-        tokens = rows * run.data.sequence_length // shards
-        cut = next((axis for axis in sharding.ACTIVE["T"] if mesh[axis] > 1), None)
-        ranks, micro = mesh[cut] if cut else 1, run.train.grad_accumulation
-        return Sizes(run.model, tokens, width, micro, mesh["expert"], cut, ranks, mesh["tensor"], _slots(run))
-
-    @property
-    def stream(self) -> int:
-        """Bytes of one [S, D] activation."""
-        return self.tokens * self.config.hidden_size * self.width
-
-
-def _slots(run: RunConfig) -> Counter[Kind]:
-    found = Counter()
-    for group in Stages.of(run).depth.groups:
-        for kind, count in group.runs:
-            found[kind] += group.repeat * count
-    return found
-
-
 def make_ledger(run: RunConfig, pod: Pod, model: K3) -> Ledger:
     """`model` is abstract, made under the pod's mesh."""
     sizes, stages = Sizes.of(run, pod), Stages.of(run)
@@ -145,12 +102,6 @@ def make_ledger(run: RunConfig, pod: Pod, model: K3) -> Ledger:
             "update": _padded(_update(weights, sizes)),
         },
     )
-
-
-def shard_bytes(x: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an abstract array on each device, without the padding of tiles."""
-    shape = x.sharding.shard_shape(x.shape) if x.sharding else x.shape
-    return math.prod(shape) * x.dtype.itemsize
 
 
 def _moments_of(name: str) -> int:

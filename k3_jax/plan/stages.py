@@ -1,4 +1,4 @@
-"""What each rank of a pipeline has of the model, and how often it runs it. Without a pipeline one rank has all of it."""
+"""What each rank of a pipeline has of the model, and how often it runs it. Without a pipeline one rank has all."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -2,9 +2,9 @@
 
 The compiler's text lists ops in the order in which the TensorCore starts them. An asynchronous transfer occupies the
 links from its start on, one after the other; its `done` waits for it, and what is waited for is exposed. A transfer is
-covered if a matrix product is scheduled between the two. Of a conditional the branch that takes longest is replayed: on a
-pipeline every tick counts as if the rank had work in it. Predicted, not measured: links and arithmetic run at the rates
-given; latencies and contention for HBM are left out.
+covered if a matrix product is scheduled between the two. Of a conditional the branch that takes longest is replayed: a
+rank of a pipeline counts as if in every tick it had work, a layer in each slot, embedding and head. Predicted, not
+measured: links and arithmetic run at the rates given; latencies and contention for HBM are left out.
 """
 
 import functools

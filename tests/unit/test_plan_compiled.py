@@ -1,4 +1,4 @@
-"""`k3 plan --compile` after the compilation: what a scheduled program exposes, by kind and axes, and what MFU that is."""
+"""`k3 plan --compile` after the compilation: what a schedule exposes, by kind and axes, and its MFU."""
 
 import dataclasses
 
@@ -27,10 +27,10 @@ HloModule m, is_scheduled=true
 ENTRY %main (a: bf16[128,512], b: bf16[512,512]) -> bf16[512,512] {
   %a = bf16[128,512]{1,0} parameter(0)
   %b = bf16[512,512]{1,0} parameter(1)
-  %all-gather-start = (bf16[128,512]{1,0}, bf16[512,512]{1,0}) all-gather-start(%a), replica_groups={{0,2,4,6},{1,3,5,7}}
+  %all-gather-start = (bf16[128,512]{1,0}, bf16[512,512]{1,0}) all-gather-start(%a), replica_groups={{0,2,4,6}}
   %fusion.1 = bf16[512,512]{1,0} fusion(%b, %b), kind=kOutput, calls=%fused
   %all-gather-done = bf16[512,512]{1,0} all-gather-done(%all-gather-start)
-  %all-gather-start.1 = (bf16[128,512]{1,0}, bf16[256,512]{1,0}) all-gather-start(%a), replica_groups={{0,1},{2,3}}
+  %all-gather-start.1 = (bf16[128,512]{1,0}, bf16[256,512]{1,0}) all-gather-start(%a), replica_groups={{0,1}}
   %all-gather-done.1 = bf16[256,512]{1,0} all-gather-done(%all-gather-start.1)
   ROOT %all-reduce.1 = bf16[512,512]{1,0} all-reduce(%fusion.1), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
 }

@@ -12,8 +12,9 @@ from k3_jax.cli import main
 from k3_jax.config import MeshConfig
 from k3_jax.plan import training
 from k3_jax.plan.flows import Flow, bandwidth, unlisted
-from k3_jax.plan.ledger import Sizes, make_ledger, shard_bytes
+from k3_jax.plan.ledger import make_ledger
 from k3_jax.plan.pod import pod
+from k3_jax.plan.sizes import Sizes, shard_bytes
 from k3_jax.plan.work import step_work
 from k3_jax.recipe import load_recipe
 from k3_jax.train.optimizer import describe
