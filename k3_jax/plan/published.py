@@ -18,9 +18,10 @@ from k3_jax.plan.pod import Pod, pod
 from k3_jax.plan.tables import new_table, size
 from k3_jax.plan.work import Work, newton_schulz
 
-Matrices = list[tuple[int, int]]
+Matrix = tuple[int, int]
+Matrices = list[Matrix]
 BFLOAT16 = 2
-NS_STEPS = 5
+NS_STEPS = 5  # of Muon
 
 
 @dataclass(frozen=True)
@@ -152,25 +153,38 @@ class Plan:
 def plan_published(run: Measured) -> Plan:
     place = pod(run.topology)
     tokens = run.tokens_per_device * place.devices
-    return Plan(run, place, _work(run.shape, tokens, run.sequence_length), list(_flows(run)))
+    return Plan(run, place, _work(run, tokens), list(_flows(run)))
 
 
 def numbers(matrices: Matrices) -> int:
     return sum(map(math.prod, matrices))
 
 
-def _work(shape: Shape, tokens: int, length: int) -> Work:
-    """Layers run forward twice (everything in them is recomputed), the head once. Muon once, by the owners."""
-    layers, head = shape.forward(length), 2 * shape.head
-    blocks = shape.of_all_tokens() + shape.moe_layers * shape.num_experts * shape.mlp(shape.expert_dim)
-    muon = NS_STEPS * sum(map(newton_schulz, blocks))
+def _work(run: Measured, tokens: int) -> Work:
+    """Layers run forward twice (everything in them is recomputed), the head once."""
+    shape, (fsdp, ranks) = run.shape, run.mesh.values()
+    layers, head = shape.forward(run.sequence_length), 2 * shape.head
+    experts = shape.moe_layers * shape.num_experts
+    muon = sum(muon_operations(matrix, fsdp * ranks) for matrix in shape.of_all_tokens())
+    muon += experts * sum(muon_operations(matrix, fsdp) for matrix in shape.mlp(shape.expert_dim))
     model = 3 * (layers + head) * tokens
     return Work(tokens, model, model + layers * tokens + muon, muon)
 
 
+def muon_operations(matrix: Matrix, parts: int) -> int:
+    """Of one matrix on all devices that have a part of it, as XLA shards Optax's Muon, which says nothing of it: sums
+    of the product with its transpose are added up, and every device squares them."""
+    return NS_STEPS * (newton_schulz(matrix) + (parts - 1) * 2 * min(matrix) ** 3)
+
+
+def muon_bytes(matrix: Matrix, parts: int) -> float:
+    """What each of these devices sends for it: the sums, once in each step of the iteration."""
+    return NS_STEPS * 2 * (1 - 1 / parts) * BFLOAT16 * min(matrix) ** 2
+
+
 def _flows(run: Measured) -> Iterator[Flow]:
     """Weights gathered for the forward pass and again for the backward pass, gradients scattered; tokens of a layer
-    gathered by all ranks of `expert`, what these found added up and scattered; Muon as ours."""
+    gathered by all ranks of `expert`, what these found added up and scattered; Muon."""
     shape, (fsdp, ranks) = run.shape, run.mesh.values()
     everywhere = BFLOAT16 * (numbers(shape.of_all_tokens()) + 2 * shape.head) * (1 - 1 / (fsdp * ranks))
     experts = BFLOAT16 * shape.experts / ranks * (1 - 1 / fsdp)
@@ -183,8 +197,10 @@ def _flows(run: Measured) -> Iterator[Flow]:
     # Forward, recomputed, and gradients of what came back; what came back, and gradients of the tokens.
     yield Flow("experts: tokens", "all-gather", ("expert",), 3 * tokens)
     yield Flow("experts: sums", "reduce-scatter", ("expert",), 2 * tokens)
-    shards = BFLOAT16 * (shape.parameters - 2 * shape.head) / (fsdp * ranks)
-    yield Flow("Muon: blocks to their owners and back", "all-to-all", both, 2 * shards)
+    muon = sum(muon_bytes(matrix, fsdp * ranks) for matrix in shape.of_all_tokens())
+    yield Flow("Muon: other weights", "all-reduce", both, muon)
+    muon = sum(muon_bytes(matrix, fsdp) for matrix in shape.mlp(shape.expert_dim))
+    yield Flow("Muon: experts", "all-reduce", ("fsdp",), shape.moe_layers * shape.num_experts // ranks * muon)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
