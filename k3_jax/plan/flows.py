@@ -5,6 +5,7 @@ compiled step may not hold a collective of another kind or over other axes: `unl
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -61,36 +62,40 @@ def _of_rank(run: RunConfig, pod: Pod, model: K3, rank: Rank) -> Iterator[Flow]:
 
 
 def _weights(run: RunConfig, mesh, sizes: Sizes, model: K3, rank: Rank) -> Iterable[Flow]:
-    """Gathered where they are used, forward and backward; gradients scattered. One mesh axis after the other; on a
-    pipeline gradients are added up whole, but for those of experts, over all tokens at once (sharding.use)."""
+    """Gathered where they are used, forward and backward; gradients scattered."""
     chunks = -(-run.data.sequence_length // sizes.ranks // run.train.loss_chunk)
-    tokens = tuple(axis for axis in sharding.ACTIVE["B"] + sharding.ACTIVE["T"] if mesh[axis] > 1)
-    totals: dict[tuple[str, str, tuple[str, ...]], float] = {}
-
-    def add(what: str, kind: str, axes: tuple[str, ...], sent: float) -> None:
-        totals[what, kind, axes] = totals.get((what, kind, axes), 0.0) + sizes.micro * sent
-
+    totals = Counter()
     for name, leaf, place in tensors(model):
-        axes = _gathered_axes(leaf)
-        if not axes or name == "embed" or (name == "lm_head" and not rank.last):
+        if name == "embed" or (name == "lm_head" and not rank.last):
             continue
-        width = FLOAT if name == "moe.router" else sizes.width
-        what = "head" if name == "lm_head" else "experts" if name in EXPERTS else "other weights"
-        filled, passes = (chunks, 2 * chunks) if place is None else rank.in_stack(place)
-        # A layer's last forward pass, in its backward pass, shares what is gathered with the latter.
-        whole = shard_bytes(leaf) // FLOAT * width
-        for axis in axes:
-            whole *= mesh[axis]
-            sent = whole * (mesh[axis] - 1) / mesh[axis]
-            add(f"{what}: gathered", "all-gather", (axis,), passes * sent)
-            if what == "experts" or mesh["pipe"] == 1:
-                add(f"{what}: gradients", "reduce-scatter", (axis,), filled * sent)
-        if what != "experts" and mesh["pipe"] > 1:
-            float32 = FLOAT // width if name == "lm_head" else 1  # logits are float32
-            share = 1 - 1 / math.prod(mesh[axis] for axis in tokens)
-            add(f"{what}: gradients", "all-reduce", tokens, 2 * filled * float32 * whole * share)
-    for (what, kind, axes), sent in totals.items():
-        yield Flow(what, kind, axes, sent)
+        filled, passes = (float(chunks), 2.0 * chunks) if place is None else rank.in_stack(place)
+        for flow in _of_weight(name, leaf, filled, passes, mesh, sizes):
+            totals[flow.what, flow.kind, flow.axes] += sizes.micro * flow.bytes
+    return [Flow(*key, total) for key, total in totals.items()]
+
+
+def _of_weight(name: str, leaf, filled: float, passes: float, mesh, sizes: Sizes) -> Iterator[Flow]:
+    """In a micro-batch that uses it `filled` times and gathers it for `passes`. One mesh axis after the other; on a
+    pipeline gradients are added up whole, but for those of experts, over all tokens at once (sharding.use)."""
+    what = "head" if name == "lm_head" else "experts" if name in EXPERTS else "other weights"
+    width, axes = FLOAT if name == "moe.router" else sizes.width, _gathered_axes(leaf)
+    scattered = what == "experts" or mesh["pipe"] == 1
+    whole = shard_bytes(leaf) // FLOAT * width
+    for axis in axes:
+        whole *= mesh[axis]
+        sent = whole * (mesh[axis] - 1) / mesh[axis]
+        yield Flow(f"{what}: gathered", "all-gather", (axis,), passes * sent)
+        if scattered:
+            yield Flow(f"{what}: gradients", "reduce-scatter", (axis,), filled * sent)
+    if axes and not scattered:
+        tokens = _token_axes(mesh)
+        whole *= FLOAT // width if name == "lm_head" else 1  # logits are float32
+        sent = 2 * whole * (1 - 1 / math.prod(mesh[axis] for axis in tokens))
+        yield Flow(f"{what}: gradients", "all-reduce", tokens, filled * sent)
+
+
+def _token_axes(mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in sharding.ACTIVE["B"] + sharding.ACTIVE["T"] if mesh[axis] > 1)
 
 
 def _gathered_axes(leaf: jax.ShapeDtypeStruct) -> list[str]:
@@ -102,13 +107,11 @@ def _gathered_axes(leaf: jax.ShapeDtypeStruct) -> list[str]:
 
 def _batch(run: RunConfig, mesh, sizes: Sizes, model: K3, rank: Rank) -> Iterable[Flow]:
     """Counts of the router, gradients of what is on every device, sums of the loss; the embedding."""
-    axes = tuple(axis for axis in sharding.ACTIVE["B"] + sharding.ACTIVE["T"] if mesh[axis] > 1)
     config, moe, layers = run.model, run.model.moe, rank.passes
     counts = sum(map(config.is_moe, layers)) * moe.num_experts * (moe.quantile_bins + 1) if moe else 0
     vectors = 8 * len(layers) * config.hidden_size
-    yield Flow(
-        "router's counts, gradients of vectors", "all-reduce", axes, 2 * sizes.micro * FLOAT * (counts + vectors)
-    )
+    sent = 2 * sizes.micro * FLOAT * (counts + vectors)
+    yield Flow("router's counts, gradients of vectors", "all-reduce", _token_axes(mesh), sent)
     if not rank.first:
         return
     # Tokens travel to the embedding's columns, columns back to the tokens' ranks (nn/embedding.py).

@@ -135,11 +135,7 @@ def _pipeline(sizes: Sizes, stages: Stages, model: K3) -> list[Item]:
     return [
         Item(ACTIVATIONS, f"AttnRes rows in flight, {pool}", pool * sizes.stream),
         Item(ACTIVATIONS, f"cotangents of such rows, {returns}, float32", returns * float32),
-        Item(
-            ACTIVATIONS,
-            "AttnRes banks before a pass and in a layer",
-            2 * sizes.config.num_attn_res_blocks * sizes.stream,
-        ),
+        Item(ACTIVATIONS, "AttnRes banks before a pass and in a layer", 2 * schedule.num_rows * sizes.stream),
         Item(BUFFERS, f"messages of {message} rows from both neighbours", message * (sizes.stream + float32)),
         Item(GRADIENTS, "of embedding and head in a tick", ends),
         Item(GRADIENTS, "of the chunk at work, and of a period of it", chunk + period),

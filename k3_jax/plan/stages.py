@@ -35,7 +35,7 @@ class Stages:
 
     @property
     def bubble(self) -> float:
-        return self.schedule.bubble() if self.schedule else 0.0
+        return float(self.schedule.bubble()) if self.schedule else 0.0
 
     def forward_passes(self, chunk: int) -> int:
         """Of a micro-batch through a chunk: its own, and the recomputation of each layer in the backward pass. Before

@@ -42,10 +42,11 @@ def test_tiny_pipeline(facts):
 
 
 @pytest.mark.slow
-def test_full_size_step_lowers_for_a_pod():
-    """2.78T parameters on 512 TPU7x chips: shapes, divisibility and sharding of every tensor of the step."""
-    run = load_recipe("configs/k3_pretrain_tpu7x_512.py")
-    text = lower_train_step(run, list(aot.topology("tpu7x:8x8x8").devices), "tpu").as_text()
+@pytest.mark.parametrize(("recipe", "topology"), [("512", "tpu7x:8x8x8"), ("1024_pipe", "tpu7x:8x8x16")])
+def test_full_size_step_lowers_for_a_pod(recipe, topology):
+    """2.78T parameters on a pod: shapes, divisibility and sharding of every tensor of the step."""
+    run = load_recipe(f"configs/k3_pretrain_tpu7x_{recipe}.py")
+    text = lower_train_step(run, list(aot.topology(topology).devices), "tpu").as_text()
     assert len(text) < 20e6  # one body per layer kind, not 93 layers
 
 
