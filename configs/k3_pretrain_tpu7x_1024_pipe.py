@@ -1,10 +1,12 @@
 """Pre-training of Kimi K3 on 1,024 TPU7x chips (2,048 cores), with a pipeline of two ranks.
 
-Command:    k3 plan --config configs/k3_pretrain_tpu7x_1024_pipe.py --topology tpu7x:8x8x16 --lower
+Command:    k3 plan --config configs/k3_pretrain_tpu7x_1024_pipe.py --topology tpu7x:8x8x16 --compile
 Hardware:   1,024 TPU7x chips (2,048 cores); for `plan`, any CPU
-Wall time:  `plan` 5 s, with --lower a minute (measured on 2 cores). Training: 32 to 61 s per step, 86 to 162 days
-            (predicted from peaks, uncalibrated: all or nothing of what travels is hidden; never run)
-Expected:   the ledger says 85 of 101.7 GB on each core, 67M tokens per step
+Wall time:  `plan` 5 s, with --lower a minute of CPU time, with --compile 27 min and 8 GB (measured on 2 busy cores).
+            Training: 32 to 60 s per step, 86 to 162 days (predicted from peaks, uncalibrated: all or nothing of what
+            travels is hidden; never run)
+Expected:   91 of 101.7 GB on each core (compiled by libtpu 0.0.50.1; the ledger says 85), 67M tokens per step, no
+            collective that the plan does not list
 Parameters: 2,779,484,476,000 total, 104,189,612,640 active per token
 
 Each rank has four of the eight AttnRes blocks, on 1,024 cores: the model's width, 7,168, is not a multiple of 2,048, so

@@ -96,7 +96,7 @@ class _Program:
                 body, times = self._inside(op)
                 for _ in range(times):
                     self.run(body, state)
-            elif op.name.startswith(COLLECTIVES):
+            elif _communicates(op):
                 _communicate(op, work, state)
             elif work:
                 state.products += work[0]
@@ -107,7 +107,7 @@ class _Program:
         return [(op, self._work(op, inside)) for op in inside.values()]
 
     def _work(self, op: Op, inside: Computation) -> Work:
-        if op.name.startswith(COLLECTIVES):  # what SparseCores do starts with an update: its call-start has no operands
+        if _communicates(op):  # what SparseCores do starts with an update: its call-start has no operands
             free = op.opcode == "call-start" or op.opcode.endswith("-done")
             return None if free else self.cost(op, inside, self.computations)
         if op.opcode.endswith(("-start", "-update", "-done", "while", "conditional")):  # copies run beside
@@ -134,6 +134,11 @@ class _Program:
             elif work:
                 total += work[1]
         return total
+
+
+def _communicates(op: Op) -> bool:
+    """By its opcode; calls, and fusions around a collective, by their names."""
+    return re.sub("-(start|done)$", "", op.opcode) in COLLECTIVES or op.name.startswith(COLLECTIVES)
 
 
 def _communicate(op: Op, transfer: Transfer | None, state: Replay) -> None:

@@ -108,8 +108,8 @@ BRANCHES = """\
 
 %work (r: f32[100,100]) -> f32[100,100] {
   %r = f32[100,100]{1,0} parameter(0)
-  %all-gather = f32[100,100]{1,0} all-gather(%r)
-  ROOT %while.1 = f32[100,100]{1,0} while(%all-gather), condition=%three, body=%body
+  %all_to_all.7 = f32[100,100]{1,0} all-to-all(%r)
+  ROOT %while.1 = f32[100,100]{1,0} while(%all_to_all.7), condition=%three, body=%body
 }
 
 ENTRY %main (i: s32[], a: f32[100,100]) -> f32[100,100] {
@@ -124,10 +124,10 @@ ENTRY %main (i: s32[], a: f32[100,100]) -> f32[100,100] {
     "branch", ["branch_computations={%rest, %work}", "true_computation=%work, false_computation=%rest"]
 )
 def test_a_rank_that_works_takes_the_longest_branch(branch):
-    """A gather of half a second, and a product of one second three times."""
+    """An exchange of half a second, under JAX's name, and a product of one second three times."""
     found = replay(BRANCHES.replace("BRANCH", branch), CHIP, of(0.5))
     assert (found.compute, found.exposed) == pytest.approx((3, 0.5))
-    assert found.bare == {"all-gather": 40_000}
+    assert found.bare == {"all_to_all.7": 40_000}
 
 
 def test_what_is_left_out_costs_nothing_and_a_done_needs_its_start():

@@ -23,6 +23,7 @@ PRETRAIN = "configs/k3_pretrain_tpu7x_512.py"
 # That recipe on four ranks with two chunks each, compiled at O1 by libtpu 0.0.50.1: bytes of arguments and temporaries,
 # what the permutes of a step send, and the kinds of its collectives.
 ARGUMENTS, TEMPORARIES, PERMUTED = 27_080_980_992, 68_793_790_112, 104_287_174_656
+RECIPE = "configs/k3_pretrain_tpu7x_1024_pipe.py"  # 13.16 and 78.22 GB
 KINDS = """all-gather expert; all-gather fsdp; all-gather pipe; all-reduce expert; all-reduce fsdp;
 all-reduce fsdp expert; all-reduce fsdp pipe expert; all-reduce pipe; all-to-all fsdp; all-to-all fsdp expert;
 collective-permute pipe; ragged-all-to-all expert; reduce-scatter fsdp"""
@@ -43,6 +44,12 @@ def plan():
 def test_the_ledger_is_near_the_compiled_step(plan):
     assert plan.ledger.argument_bytes == pytest.approx(ARGUMENTS, rel=0.01)
     assert plan.ledger.temporary_bytes == pytest.approx(TEMPORARIES, rel=0.15)
+
+
+def test_the_ledger_is_near_the_compiled_recipe():
+    ledger = training.plan_training(load_recipe(RECIPE), "tpu7x:8x8x16", lowered=False, effort=None).ledger
+    assert ledger.argument_bytes == pytest.approx(13.16e9, rel=0.01)
+    assert ledger.temporary_bytes == pytest.approx(78.22e9, rel=0.15)
 
 
 def tiled(shape: tuple[int, ...], width: int) -> int:
