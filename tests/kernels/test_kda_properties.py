@@ -140,7 +140,7 @@ def test_nothing_grows_with_the_square_of_the_length():
 
 
 @BOUNDS
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_shard_map_over_batch_and_heads(make_mesh, bound, check_vma):
     tokens = inputs(8, 20, B=4, H=2)
     mesh = make_mesh(data=4, tensor=2)

@@ -110,6 +110,7 @@ def test_chunks_that_do_not_divide_the_rows(transport):
     assert_gradients_close(gradients, expected_gradients, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bfloat16(transport):
     """Products round to bfloat16, sums over a token's experts and over borrowed gradients do not."""

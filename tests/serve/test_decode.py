@@ -32,6 +32,7 @@ def cached_logits(model, tokens, prompt, chunk):
     return np.stack([np.asarray(x) for x in logits], axis=1)
 
 
+@pytest.mark.slow  # tests/unit/test_model_golden.py does the same through the layers
 def test_cached_decode_equals_the_released_code(tiny_c, expected):
     tokens = expected["input_ids"]
     logits = cached_logits(tiny_c, tokens, 30, chunk=16)

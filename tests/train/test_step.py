@@ -64,6 +64,7 @@ def test_micro_batches_do_not_weigh(run, one_device):
             assert np.array_equal(a, b)  # the router's counts are pooled, whatever the micro-batches
 
 
+@pytest.mark.slow
 def test_router_bias_moves_after_the_step_only(run, one_device):
     """The step routes with the old bias; the new one is in the state, without mean, and untouched by the optimizer."""
     state, batch = start(run, new_model(run)), micro_batches(batch_of(run), 2)

@@ -108,6 +108,7 @@ def test_bank_is_not_saved_per_layer():
     assert plain > config.num_layers * config.num_attn_res_blocks * activation
 
 
+@pytest.mark.slow
 def test_gradients_of_93_layers_are_as_small_a_program_as_those_of_33():
     def size(layers: int) -> int:
         config = deep_config(layers)

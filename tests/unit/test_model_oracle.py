@@ -58,7 +58,9 @@ def random_case(config, seed=0):
     return model, Oracle(to_named(model, config), config), random_tokens(config, len(SEGMENTS), SEGMENTS.shape[1], seed)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "nine_layers" else ()) for name in CONFIGS]
+)
 def test_configurations(name):
     model, oracle, tokens = random_case(CONFIGS[name])
     actual = logits_of(model, tokens, jnp.asarray(SEGMENTS, jnp.int32))
@@ -82,7 +84,9 @@ def test_93_layers():
     assert_logits(actual, expected_logits(Oracle(named, config), tokens, ids), ids, 5e-3)
 
 
-@pytest.mark.parametrize("name", ["heads_and_conv_width", "mla_first_moe_everywhere"])
+@pytest.mark.parametrize(
+    "name", ["heads_and_conv_width", pytest.param("mla_first_moe_everywhere", marks=pytest.mark.slow)]
+)
 def test_cached_chunks_of_rows_of_different_lengths(name):
     """Chunks of at most 5 tokens, filled differently in each row, then single tokens."""
     model, oracle, tokens = random_case(CONFIGS[name], seed=1)
