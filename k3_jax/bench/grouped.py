@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks < 1 or EXPERTS % args.ranks:
         raise ConfigError(f"--ranks = {args.ranks}: expected a divisor of {EXPERTS}")
     os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU here is neither measured nor needed
+    from k3_jax.bench.grouped_peers import entrants
     from pallas_kernels.common.dump import DumpError
     from pallas_kernels.grouped import bench
 
@@ -48,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
         of_ranks = {pattern: sizes_of(pattern, args.ranks) for pattern in routing.PATTERNS}
         for product, case in cases(args.ranks).items():
             numbers[product] = {}
-            for competitor in bench.competitors(product):
+            for competitor, target in entrants(product).items():
                 report.progress(f"{product}, {competitor}: compiling for {args.topology}")
                 try:
-                    kernel = bench.kernel(args.topology, case, product, competitor)
+                    kernel = bench.kernel(args.topology, case, product, competitor, target)
                 except DumpError as error:
                     report.progress(f"{product}, {competitor}: no schedule: {error}")
                     if competitor == "pallas":

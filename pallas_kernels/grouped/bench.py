@@ -1,7 +1,7 @@
-"""What `k3 bench grouped` compiles: the grouped products of a rank, by our kernels and by others."""
+"""What `k3 bench grouped` compiles: a rank's grouped products by our kernels, XLA's and JAX's; and what follows from
+their schedules for given sizes of the groups."""
 
 import functools
-import importlib.util
 import re
 import tempfile
 from collections.abc import Sequence
@@ -23,11 +23,9 @@ from pallas_kernels.grouped.pallas import DEEP_UNIT, FORWARD, TRANSPOSED, outer_
 from pallas_kernels.grouped.visits import Blocks, visits_of
 
 Product = Literal["matmul", "transposed", "outer"]
-Competitor = Literal["pallas", "xla", "megablox", "tokamax"]
 OURS = {"matmul": grouped_matmul, "transposed": grouped_transposed, "outer": grouped_outer}
-# Only these have steps that do not depend on the groups' sizes, which a schedule cannot know.
-ENTRANTS = {"matmul": ("xla", "megablox", "tokamax"), "transposed": ("xla", "megablox", "tokamax"), "outer": ("xla",)}
 MEGABLOX_TILE = 512, 1024  # rows and columns: the best of those that fit into the VMEM that it asks for
+LOWER = f"{__name__}:lower"
 CUBE = 256  # of a block of product, on each side
 # Rows that each matrix unit takes per cycle; so many slots of the schedule are used for a block. At 1.75, 1.75 and
 # 2.2 GHz these are the vendor's peaks.
@@ -111,16 +109,12 @@ def _all_visits(sizes, R, blocks, least):
     return jax.vmap(lambda x: visits_of(x, R, blocks, least))(sizes)
 
 
-def competitors(product: Product) -> list[Competitor]:
-    return ["pallas", *(name for name in ENTRANTS[product] if name != "tokamax" or importlib.util.find_spec(name))]
-
-
-def kernel(topology: str, case: Case, product: Product, competitor: Competitor) -> Kernel:
-    """Compiled, never run. Raises DumpError where it does not compile."""
+def kernel(topology: str, case: Case, product: Product, competitor: str, target: str = LOWER) -> Kernel:
+    """Compiled, never run; `target` lowers it. Raises DumpError where it does not compile or cannot be read."""
     arguments = {"topology": topology, "shape": [case.R, case.A, case.C, case.G]}
     arguments |= {"product": product, "competitor": competitor}
     with tempfile.TemporaryDirectory(prefix="k3-grouped-") as folder:
-        compile_program("pallas_kernels.grouped.bench:lower", arguments, Path(folder), 1200)
+        compile_program(target, arguments, Path(folder), 1200)
         dump = Dump(Path(folder))
         schedule = read_schedule(dump, table=1, length=LENGTH)
         op = _largest(schedule)
@@ -136,9 +130,7 @@ def _largest(schedule: Schedule) -> OpSchedule:
     return max(schedule.pallas, key=lambda op: op.bundles)
 
 
-def _tiles(
-    dump: Dump, case: Case, product: Product, competitor: Competitor, code: Code
-) -> tuple[Blocks, tuple[int, int]]:
+def _tiles(dump: Dump, case: Case, product: Product, competitor: str, code: Code) -> tuple[Blocks, tuple[int, int]]:
     """Rows of a block, and the part of each group's matrix that stays."""
     match competitor:
         case "pallas" if product == "outer":
@@ -159,16 +151,20 @@ def _tiles(
             return Blocks(rows, rows), (case.A, c)
 
 
-def lower(topology: str, shape: Sequence[int], product: Product, competitor: Competitor) -> jax.stages.Lowered:
+def lower(topology: str, shape: Sequence[int], product: Product, competitor: str) -> jax.stages.Lowered:
     """One product for one device of a TPU topology, in bfloat16 with a float32 result. `shape` is R, A, C, G; of
     "transposed" too A is the width that is contracted."""
+    run = {"pallas": OURS.get, "xla": _ragged, "megablox": _megablox}[competitor]
+    return lower_op(run(product), topology, shape, product)
+
+
+def lower_op(op, topology: str, shape: Sequence[int], product: Product) -> jax.stages.Lowered:
     R, A, C, G = shape
     mesh = aot.mesh_for(topology, device=1)
     second = {"matmul": (G, A, C), "transposed": (G, C, A), "outer": (R, C)}[product]
     arguments = [aot.abstract(shape, jnp.bfloat16, mesh) for shape in ((R, A), second)]
-    run = {"pallas": lambda product: OURS[product], "xla": _ragged, "megablox": _megablox, "tokamax": _tokamax}
     # Inside shard_map, where experts are: a mesh of one device has nothing to vary over.
-    op = jax.shard_map(run[competitor](product), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    op = jax.shard_map(op, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     return aot.lower_for(op, *arguments, aot.abstract((G,), jnp.int32, mesh), mesh=mesh)
 
 
@@ -191,19 +187,3 @@ def _megablox(product: Product):
     return lambda x, w, sizes: gmm(
         x, w, sizes, tiling=(rows, x.shape[1], columns), transpose_rhs=product == "transposed"
     )
-
-
-def _tokamax(product: Product):
-    from tokamax import config
-    from tokamax._src.ops.ragged_dot import api, base
-
-    numbers = {"matmul": base.DEFAULT_RAGGED_DOT_DIM_NUMS, "transposed": base.TRANS_RHS_RAGGED_DOT_DIM_NUMS}[product]
-
-    def op(x, w, sizes):
-        with config.cross_compile(True):
-            return api.ragged_dot_general(
-                x, w, sizes, ragged_dot_dimension_numbers=numbers, preferred_element_type=jnp.float32,
-                implementation="mosaic",
-            )  # fmt: skip
-
-    return op

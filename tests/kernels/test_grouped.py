@@ -64,10 +64,9 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(pallas, "_cuts", lambda width: [128])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize(
-    "sizes", [name if name == "borders-inside" else pytest.param(name, marks=pytest.mark.slow) for name in SIZES]
-)
+@pytest.mark.parametrize("sizes", SIZES)
 def test_case(product, sizes, small_blocks, interpreted):
     given = arrays(SIZES[sizes])
     actual = run(product, SIZES[sizes], given)
@@ -75,9 +74,8 @@ def test_case(product, sizes, small_blocks, interpreted):
     assert_close(product, actual, loop(product, SIZES[sizes], given), 1e-6)
 
 
-@pytest.mark.parametrize(
-    "product", [pytest.param(name, marks=pytest.mark.slow) if name != "outer" else name for name in PRODUCTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("product", PRODUCTS)
 def test_bfloat16(product, small_blocks, interpreted):
     """Summed in float32, over several blocks too, and rounded once."""
     sizes = SIZES["borders-inside"]
