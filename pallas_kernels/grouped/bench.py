@@ -133,11 +133,11 @@ def _largest(schedule: Schedule) -> OpSchedule:
 def _tiles(dump: Dump, case: Case, product: Product, competitor: str, code: Code) -> tuple[Blocks, tuple[int, int]]:
     """Rows of a block, and the part of each group's matrix that stays."""
     match competitor:
-        case "pallas" if product == "outer":
-            blocks = Blocks.of(case.R, DEEP_UNIT)
-            return blocks, outer_parts(case.A, case.C, blocks.rows, 2)
         case "pallas":
-            blocks = Blocks.of(case.R, {"matmul": FORWARD, "transposed": TRANSPOSED}[product].unit)
+            unit = DEEP_UNIT if product == "outer" else {"matmul": FORWARD, "transposed": TRANSPOSED}[product].unit
+            blocks = Blocks.of(case.R, unit, dump.chip.device_kind)
+            if product == "outer":
+                return blocks, outer_parts(case.A, case.C, blocks.rows, 2)
             return blocks, (case.A, parts(case.A, case.C, blocks.rows, 2, 4))
         case "xla":
             rows, a, c = map(int, re.search(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"', dump.hlo).groups())

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.common.dispatch import device_kind
 from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, ROWS_BY_COLUMNS, ROWS_BY_ROWS, dot, shape_of
 from pallas_kernels.grouped.visits import Blocks, Visits, visits_of
 
@@ -44,7 +45,7 @@ def matmul(
     product: Product, x: Float[Array, "R A"], w: Float[Array, "G _ _"], sizes: Int[Array, " G"], dtype: DTypeLike
 ) -> Float[Array, "R C"]:
     (R, A), C, kept = x.shape, w.shape[product.kept], product.kept
-    blocks = Blocks.of(R, product.unit)
+    blocks = Blocks.of(R, product.unit, device_kind())
     c = parts(A, C, blocks.rows, x.dtype.itemsize, jnp.dtype(dtype).itemsize)
     visits, count = visits_of(sizes, R, blocks)
     part = (1, A, c) if kept == 2 else (1, c, A)
@@ -61,7 +62,7 @@ def matmul(
 
 def outer(x: Float[Array, "R A"], dy: Float[Array, "R C"], sizes: Int[Array, " G"]) -> Float[Array, "G A C"]:
     (R, A), C, G = x.shape, dy.shape[1], sizes.shape[0]
-    blocks = Blocks.of(R, DEEP_UNIT)
+    blocks = Blocks.of(R, DEEP_UNIT, device_kind())
     a, c = outer_parts(A, C, blocks.rows, x.dtype.itemsize)
     visits, count = visits_of(sizes, R, blocks, least=1)
     return _call(

@@ -182,9 +182,12 @@ def test_groups_without_rows_are_visited_where_asked():
     assert rows_of([0, 5, 0, 0], 5, Blocks(8, 2))[2] == 1
 
 
-@pytest.mark.parametrize(("R", "rows"), [(1, 128), (128, 128), (129, 256), (700, 1024), (10**6, 1024)])
-def test_blocks(R, rows):
-    assert Blocks.of(R, 128) == Blocks(rows, 128)
+BLOCKS = [(1, "", 128), (128, "", 128), (129, "", 256), (700, "", 1024), (10**6, "TPU7x", 1024), (10**6, "TPU v5", 256)]
+
+
+@pytest.mark.parametrize(("R", "device_kind", "rows"), BLOCKS)
+def test_blocks(R, device_kind, rows):
+    assert Blocks.of(R, 128, device_kind) == Blocks(rows, 128)
 
 
 def test_windows_are_powers_of_two():
