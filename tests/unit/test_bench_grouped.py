@@ -51,6 +51,19 @@ def test_operands_are_read_again_for_every_part():
     assert kernel.hbm_bytes(CASE, "outer", 2) == 2 * 2048 * (256 * 3 + 512 * 2) + 4 * 3 * 256 * 512
 
 
+@pytest.mark.slow
+def test_the_largest_blocks_are_the_cheapest():
+    """Why no choice is made at run time: by the cycles of windows on a TPU7x, for loads of every kind."""
+    random, case = np.random.default_rng(0), Case(32768, 3584, 3072, 28)
+    shares = np.concatenate([random.dirichlet(np.full(28, skew), 50) for skew in (0.05, 0.3, 1, 100)])
+    sizes = np.stack([random.multinomial(case.R, share) for share in shares])
+    cycles = {0: 236, 1: 3202, 2: 5892, 4: 11274, 8: 22027}  # a product of 128 rows times the units
+    kernels = [Kernel(tpu.TPU7X, Blocks(rows, 128), 2, (3584, 1536), cycles, 0) for rows in (256, 512, 1024)]
+    for load in sizes:
+        seconds = [kernel.rows_and_seconds(load, case, "matmul")[1] for kernel in kernels]
+        assert seconds[2] < seconds[1] < seconds[0]
+
+
 def test_chunks_are_runs_of_rows():
     found = grouped.in_chunks(np.array([[5, 0, 3], [0, 8, 0]]), 4)
     np.testing.assert_array_equal(found, [[[4, 0, 0], [1, 0, 3]], [[0, 4, 0], [0, 4, 0]]])
