@@ -50,7 +50,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the schedule says of one kernel. Its visits pass `cuts` times, over parts of [a, c] of each group's matrix.
+    """What the schedule says of one kernel. On a core its visits pass `cuts` times, over parts [a, c] of each group's
+    matrix; where a device has two cores the schedule is that of the first, which has half of the parts.
 
     `cycles` are those of a visit whose rows are one window of so many units, 0: of a visit that computes nothing.
     `copied_bytes` are moved by other ops of the program, to bring operands into the form that it takes.
@@ -90,7 +91,7 @@ class Kernel:
         for size in self.blocks.windows:
             cycles = cycles + np.where(units & size, self.cycles[size] - self.cycles[0], 0)
         clock = self.chip.bf16_flops / self.chip.cores * self.peak_cycles / (2 * self.blocks.rows * np.prod(self.part))
-        seconds = cycles.sum(1) * self.cuts / self.chip.cores / clock
+        seconds = cycles.sum(1) * self.cuts / clock
         moved = np.array([self.hbm_bytes(case, product, int(x)) for x in np.sum(sizes.reshape(-1, case.G) > 0, axis=1)])
         return units.sum(1).mean() * self.blocks.unit, float(
             np.maximum(seconds, moved / self.chip.hbm_bandwidth).mean()

@@ -38,6 +38,13 @@ def test_rows_and_seconds():
     assert slow.rows_and_seconds(sizes, CASE, "matmul")[1] == pytest.approx(3e3 * work.mean())
 
 
+def test_a_device_of_two_cores():
+    """Each has half of the parts, at half of the device's peak."""
+    one = Kernel(tpu.V5P, Blocks(256, 256), 1, (256, 256), {0: 0, 1: 128 * 1000}, 0)
+    seconds = one.rows_and_seconds(np.array([[2048, 0, 0]]), CASE, "matmul")[1]
+    assert one.peak_cycles == 256 and seconds == pytest.approx(500 * CASE.operations / 459e12)
+
+
 def test_groups_without_rows_are_visited_by_a_gradient():
     slow = Kernel(tpu.TPU7X, Blocks(1024, 512), 1, (256, 512), {0: 10**5, 1: 4 * 10**5, 2: 6 * 10**5}, 0)
     sizes = np.array([[0, 2048, 0]])
