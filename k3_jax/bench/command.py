@@ -23,6 +23,11 @@ BENCHES = {
         "attention of Gated MLA and JAX's Splash kernel, predicted for a TPU",
         "k3 bench attention --topology tpu7x:2x2x1 --json attention.json",
     ),
+    "grouped": Bench(
+        "k3_jax.bench.grouped",
+        "grouped products of the experts, predicted for a TPU, beside the kernels of XLA and of JAX",
+        "k3 bench grouped --topology tpu7x:2x2x1 --ranks 64 --json grouped.json",
+    ),
     "balance": Bench(
         "k3_jax.bench.balance",
         "expert parallelism: who computes what, and which experts are borrowed, for a given routing",

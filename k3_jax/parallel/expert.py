@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from k3_jax.parallel.expert_plan import Plan, make_plan
-from k3_jax.parallel.grouped import grouped_matmul, grouped_outer
+from k3_jax.parallel.grouped import grouped_matmul, grouped_outer, grouped_transposed
 from k3_jax.parallel.loan import borrow, give_back
 from k3_jax.parallel.transport import Gathered, Local, Ragged, Transport
 from pallas_kernels.common.dispatch import on_tpu, vary_alike
@@ -83,7 +83,7 @@ def _forward(activation, axis, z, p, chosen, *weights):
     (w1, w3, w2), scale, departed = _embark(route, axis, weights, p, z)
 
     def hidden(sizes, x):
-        return activation(*(grouped_matmul(x, w, sizes).astype(z.dtype) for w in (w1, w3)))
+        return activation(*(grouped_matmul(x, w, sizes, z.dtype) for w in (w1, w3)))
 
     def output(sizes, scale, h):
         return scale * grouped_matmul(h, w2, sizes), ()
@@ -97,18 +97,17 @@ def _backward(activation, axis, saved, du):
     route, z, p, weights = saved
     both = jnp.concatenate([z, du.astype(z.dtype)], axis=1)
     (w1, w3, w2), scale, departed = _embark(route, axis, weights, p, both)
-    v1, v3, v2 = (jnp.swapaxes(w, 1, 2) for w in (w1, w3, w2))
 
     def hidden(sizes, rows):
         x, dy = jnp.split(rows, 2, axis=1)
-        gate, up = (grouped_matmul(x, w, sizes).astype(z.dtype) for w in (w1, w3))
-        return x, dy, gate, up, grouped_matmul(dy, v2, sizes)
+        gate, up = (grouped_matmul(x, w, sizes, z.dtype) for w in (w1, w3))
+        return x, dy, gate, up, grouped_transposed(dy, w2, sizes)
 
     def gradients(sizes, scale, found):
         x, dy, gate, up, dh = found
         h, pullback = jax.vjp(activation, gate, up)
         dgate, dup = pullback((scale * dh).astype(h.dtype))
-        dx = grouped_matmul(dgate, v1, sizes) + grouped_matmul(dup, v3, sizes)
+        dx = grouped_transposed(dgate, w1, sizes) + grouped_transposed(dup, w3, sizes)
         dscale = jnp.sum(dh * h.astype(jnp.float32), axis=1)
         return dx, (dscale, x, h, dgate, dup, (scale * dy.astype(jnp.float32)).astype(z.dtype))
 

@@ -27,6 +27,7 @@ _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*>*\s*\{(.*)\}
 _CELL = re.compile(r"\[smem:\[([^\]]*)\]\]")
 _SCALAR = re.compile(r"%(\w+) = (s\w+|p\w+)((?:\.\w+)*) (.*)")
 _VECTOR = re.compile(r"= v[a-z]")
+_BY_VALUE = re.compile(r"%(\w+) = inlined_call_operand\.<no memory space>")  # a grid's length that is an operand
 _GUARD = re.compile(r"\((!?)%(\w+)(?:, %?([\w-]+))?\)")
 
 
@@ -86,14 +87,16 @@ def called_ops(text: str) -> list[list[str]]:
     return [re.findall(r"inlined_call @([\w.\-]+)", bundle) for bundle in read_bundles(marked)]
 
 
-def execute(bundles: list[str], branch_delay: int, table: int | None = None) -> Execution:
+def execute(bundles: list[str], branch_delay: int, table: int | None = None, length: int | None = None) -> Execution:
     """Follow a program from its first bundle to its end.
 
     `branch_delay` is the number of bundles executed behind a branch before it takes effect. `table` is the value
-    assumed for every word of scalar memory that the program only reads (scalar-prefetch operands); None leaves them
-    unknown. Raises ValueError for a program that runs too long to follow.
+    assumed for every word of scalar memory that the program only reads (scalar-prefetch operands), `length` that of
+    scalars which are operands themselves (lengths of grids); None leaves them unknown. Raises ValueError for a program
+    that runs too long to follow.
     """
-    return _Interpreter(_blocks(bundles, branch_delay), table).run()
+    lengths = dict.fromkeys((name for bundle in bundles for name in _BY_VALUE.findall(bundle)), length)
+    return _Interpreter(_blocks(bundles, branch_delay), table, lengths).run()
 
 
 # Reading
@@ -171,13 +174,13 @@ def _outer_loops(blocks: list[Block]) -> set[int]:
 class _Interpreter:
     """Runs the blocks of one program and counts; `paths` are the iterations of each outer loop, as visits of blocks."""
 
-    def __init__(self, blocks: list[Block], table: int | None):
+    def __init__(self, blocks: list[Block], table: int | None, lengths: dict[str, int | None]):
         self.blocks, self.index = blocks, {block.start: i for i, block in enumerate(blocks)}
         self.heads = {self.index[head] for head in _outer_loops(blocks)}
         self.values: dict[str, Value] = {}
         for x in (x for block in blocks for x in (*block.phis, *block.instructions)):
             for name in (*x.operands, x.otherwise or ""):
-                self.values[name] = _initial(name, table)
+                self.values[name] = lengths[name] if name in lengths else _initial(name, table)
         self.visits = [0] * len(blocks)
         self.paths: dict[int, Counter[frozenset[tuple[int, int]]]] = {}
         self.undecided: set[tuple[int, int]] = set()

@@ -10,6 +10,12 @@ def on_tpu() -> bool:
     return (jax.default_backend() if mesh.empty else mesh.abstract_device.platform) == "tpu"
 
 
+def device_kind() -> str:
+    """Of the mesh in use, or else of the default backend."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.devices()[0].device_kind if mesh.empty else mesh.abstract_device.device_kind
+
+
 def vary_alike(*arrays: Array, like: tuple[Array, ...] = ()) -> tuple[Array, ...]:
     """`arrays` marked as varying over every manual mesh axis over which any of them or of `like` varies.
 

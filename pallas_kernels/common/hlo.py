@@ -17,6 +17,7 @@ _BITS = re.compile(r"[a-z]+(\d+)")
 # They move nothing themselves. A start of something asynchronous moves what its result names.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
 _SLICES = {"dynamic-slice", "slice"}
+_GROUPED = ("ragged-dot-none", "grouped_matmul", "grouped_outer")  # XLA's kernel and ours
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,11 @@ def hbm_bytes(op: Op, inside: Computation, computations: dict[str, Computation])
 
 
 def flops(op: Op, inside: Computation, computations: dict[str, Computation]) -> int:
-    """Of the matrix products in an op of the computation `inside`; those of Pallas kernels are not known."""
+    """Of the matrix products in an op of the computation `inside`; of Pallas kernels grouped ones only are known."""
     if op.opcode == "fusion":
         fused = computations[_called(op)]
         return sum(flops(x, fused, computations) for x in fused.values())
-    if op.name.startswith("ragged-dot-none"):
+    if op.name.startswith(_GROUPED):
         return _grouped_flops(op, inside)
     if op.opcode not in ("convolution", "dot"):
         return 0

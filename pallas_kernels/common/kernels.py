@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 
 LANES = 128
 LOG2E = math.log2(math.e)
-ROWS_BY_ROWS, COLUMNS_BY_ROWS = ((1,), (1,)), ((0,), (0,))
+ROWS_BY_COLUMNS, ROWS_BY_ROWS, COLUMNS_BY_ROWS = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
 
 
-def dot(a, b, contract=((1,), (0,))) -> Float[Array, "_ _"]:
+def dot(a, b, contract=ROWS_BY_COLUMNS) -> Float[Array, "_ _"]:
     """A product with float32 sums, and of float32 operands in full precision."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)

@@ -127,20 +127,22 @@ class Schedule:
         return max(self.work.bundles / rate, self.hbm_bytes / self.chip.hbm_bandwidth) if rate else None
 
 
-def schedule_of(target: str, *, timeout: int = 1200, table: int | None = None, **arguments: Any) -> Schedule:
+def schedule_of(
+    target: str, *, timeout: int = 1200, table: int | None = None, length: int | None = None, **arguments: Any
+) -> Schedule:
     """The schedule of the program that a function lowers: "module:function" or "file.py:function".
 
     The function is called with `arguments`, which must be of JSON's types, in a process of its own and returns a
     `jax.stages.Lowered`, as of `aot.lower_for`. `table` is the value assumed for every word of scalar-prefetch
-    operands; None leaves what depends on them undecided. Raises ValueError if the function raises, DumpError if the
-    compiler does, or takes more than `timeout` seconds.
+    operands, `length` that of lengths of grids that are operands; None leaves what depends on them undecided. Raises
+    ValueError if the function raises, DumpError if the compiler does, or takes more than `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="k3-schedule-") as folder:
         compile_program(target, arguments, Path(folder), timeout)
-        return read_schedule(Dump(Path(folder)), table)
+        return read_schedule(Dump(Path(folder)), table, length)
 
 
-def read_schedule(dump: Dump, table: int | None = None) -> Schedule:
+def read_schedule(dump: Dump, table: int | None = None, length: int | None = None) -> Schedule:
     """The schedule of a program that `dump.compile_program` has compiled."""
     computations, labels, calls = read_hlo(dump.hlo), dump.label_of_op(), _calls(dump)
     code: dict[str, Code] = {}
@@ -154,7 +156,7 @@ def read_schedule(dump: Dump, table: int | None = None) -> Schedule:
             if calls[op.name]:
                 label = labels.get(op.name, op.name)
                 if label not in code:
-                    code[label] = _read_code(dump, label, table)
+                    code[label] = _read_code(dump, label, table, length)
                 ops.append(_op_schedule(op, calls[op.name], code[label], moved))
     ops.append(OpSchedule(CALLS_AND_LOOPS, "program", 1, _read_code(dump, TOP, table), 0, 0))
     return Schedule(dump.chip, tuple(ops), traffic)
@@ -174,13 +176,13 @@ def _calls(dump: Dump) -> Counter[str]:
     return calls
 
 
-def _read_code(dump: Dump, label: str, table: int | None) -> Code:
+def _read_code(dump: Dump, label: str, table: int | None, length: int | None = None) -> Code:
     bundles = read_bundles(dump.text(label, PACKED))
     issued = _issued(bundles, read_bundles(dump.text(label, FINAL)))
     capacity, slots = dump.slots(label)
     if len(slots) != len(bundles):
         raise DumpError(f"{label}: {len(bundles)} bundles, but slots of {len(slots)}")
-    execution = execute(bundles, BRANCH_DELAY[dump.chip.name], table)
+    execution = execute(bundles, BRANCH_DELAY[dump.chip.name], table, length)
 
     def work(counts: np.ndarray) -> Work:
         used = Counter(dict(zip(capacity, (counts @ slots).tolist(), strict=True)))

@@ -1,4 +1,4 @@
-"""`k3 bench kda --topology` and `k3 bench attention`: what they compile, from the command line to the JSON."""
+"""`k3 bench kda --topology`, `attention` and `grouped`: what they compile, from the command line to the JSON."""
 
 import json
 
@@ -38,3 +38,17 @@ def test_attention(tmp_path, capsys):
             assert 0.5 < row["mxu_share"] < 1 and row["hbm_mb"] > 0 and row["predicted_ms"] > 0
         found = {name: row["bundles_per_token_head"] for name, row in numbers[direction].items()}
         assert found["pallas"] < found["splash"]
+
+
+def test_grouped(tmp_path):
+    """Ours take fewer cycles than XLA's kernels, and under every routing a larger share of the peak."""
+    place = tmp_path / "grouped.json"
+    assert main(["bench", "grouped", "--json", str(place)]) == 0
+    numbers = json.loads(place.read_text())
+    for product in ("matmul", "transposed", "outer"):
+        ours, xla = (numbers[product][name] for name in ("pallas", "xla"))
+        assert 64 < ours["cycles_per_cube"] < 69 and ours["cycles_per_cube"] < xla["cycles_per_cube"]
+        assert ours["copied_mb"] < 1
+        for pattern, found in ours["routing"].items():
+            assert xla["routing"][pattern]["of_peak"] + 0.05 < found["of_peak"] < 1
+            assert 1 <= found["rows_computed"] < 1.05

@@ -62,6 +62,15 @@ def test_a_loop_of_unknown_length_is_counted_once():
     assert execution.counts == [1] * 12 and execution.undecided == {(2, 11)}
 
 
+@pytest.mark.parametrize(("length", "times", "undecided"), [(None, 1, {(2, 11)}), (6, 6, set()), (1, 1, set())])
+def test_a_loop_whose_length_is_an_operand(length, times, undecided):
+    operand = "%s99_s9 = inlined_call_operand.<no memory space> [shape: s32[1], index: 0]  ;;  %s1_s0 = smov 0"
+    text = LOOP.replace("GUARD", "%p4_p0").replace("%s1_s0 = smov 0", operand, 1)
+    text = text.replace("%s12_s2 = sadd.s32 2, %s11_s2", "%s12_s2 = sadd.s32 1, %s11_s2")
+    execution = execute(read_bundles(text.replace("%s12_s2, 8", "%s12_s2, %s99_s9")), 1, length=length)
+    assert execution.counts[6] == execution.steps == times and execution.undecided == undecided
+
+
 def test_predicated_moves_and_selects():
     """smov (condition, otherwise), value."""
     text = """
