@@ -23,9 +23,23 @@ os.environ.setdefault("MPLBACKEND", "agg")
 import jax  # noqa: E402
 import jaxtyping._import_hook  # noqa: E402
 import pytest  # noqa: E402
+from jax._src import compiler  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+compile_or_get_cached = compiler.compile_or_get_cached
+
+
+def compile_or_get_cached_on_one_device(backend, module, devices, options, callbacks, executable_devices, *profile):
+    """A CPU program of several devices is compiled each time. Read from the cache it has lost the order of its
+    collectives: devices that take them in different orders wait for each other, until XLA ends the process
+    (jaxlib 0.12.0.1)."""
+    if devices.size > 1 and backend.platform == "cpu":
+        return compiler.backend_compile_and_load(backend, module, executable_devices, options, callbacks)
+    return compile_or_get_cached(backend, module, devices, options, callbacks, executable_devices, *profile)
+
+
+compiler.compile_or_get_cached = compile_or_get_cached_on_one_device
 # Check the signatures of functions, not the fields of dataclasses: a pytree's fields also hold what jax.tree.map and
 # jax.eval_shape put there, and a wrong configuration must raise our own error.
 jaxtyping._import_hook.JaxtypingTransformer.visit_ClassDef = ast.NodeVisitor.generic_visit

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import os
 import signal
 import subprocess
 import sys
@@ -26,6 +28,13 @@ def run(tmp_path) -> RunConfig:
     return dataclasses.replace(run, train=dataclasses.replace(run.train, steps=16, checkpoint_every=4))
 
 
+def on_devices(monkeypatch, run: RunConfig, mesh: MeshConfig) -> RunConfig:
+    """The run on as many of this process's devices as a mesh needs."""
+    devices = jax.devices()[: math.prod(mesh.axes().values())]
+    monkeypatch.setattr(loop, "make_mesh", lambda mesh: make_mesh(mesh, devices))
+    return dataclasses.replace(run, mesh=mesh)
+
+
 def arrays(workdir, step, item) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp
 
@@ -43,16 +52,26 @@ def killed_at(step: int, run: RunConfig, workdir: Path) -> None:
         "from k3_jax.overrides import from_json; from k3_jax.train.loop import train; "
         "train(from_json(RunConfig, json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]))"
     )
+    devices = math.prod(run.mesh.axes().values())
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    if devices > 1:  # see conftest.py
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     command = [sys.executable, "-c", program, str(recipe), str(workdir)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment) as process:
         for line in process.stderr:
             if line.startswith(f"step {step}/".encode()):
                 process.kill()
     assert process.returncode == -signal.SIGKILL
 
 
-def test_killed_run_continues_bit_for_bit(run, tmp_path):
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(), pytest.param(MeshConfig(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow)],
+    ids=["1_device", "8_devices"],
+)
+def test_killed_run_continues_bit_for_bit(run, mesh, tmp_path, monkeypatch):
     """16 steps at once; and killed with -9 after 11, of which the first 4 or 8 are saved."""
+    run = on_devices(monkeypatch, run, mesh)
     loop.train(run, tmp_path / "straight")
     killed_at(11, run, tmp_path / "killed")
     assert find_step(tmp_path / "killed").name in ("4", "8")  # the second may still be being written
@@ -73,9 +92,7 @@ def test_run_continues_on_other_devices(run, tmp_path, monkeypatch):
     """16 steps on eight devices; and killed with -9 after 11, with the rest on four."""
     loop.train(run, tmp_path / "straight")
     killed_at(11, run, tmp_path / "moved")
-    four = dataclasses.replace(run, mesh=MeshConfig(fsdp=2, tensor=2))
-    monkeypatch.setattr(loop, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:4]))
-    loop.train(four, tmp_path / "moved")
+    loop.train(on_devices(monkeypatch, run, MeshConfig(fsdp=2, tensor=2)), tmp_path / "moved")
     for name in ("loss", "held_out_loss"):
         straight, moved = losses(tmp_path / "straight", name), losses(tmp_path / "moved", name)
         assert straight.keys() == moved.keys()
