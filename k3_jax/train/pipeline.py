@@ -267,9 +267,6 @@ class Rank:
         policy = self.run.train.activations
         return layers.forward(self.depth, policy, stage.blocks, stage.numbers, r, bank, stage.micro.segment_ids)
 
-    def nats_of_stage(self, stage: Stage, bank: Rows) -> Float[Array, ""]:
-        return self.nats(stage.micro, self.ends, *self.through(stage, bank)[:2])
-
     def nats(self, micro: Batch, ends: K3, r: Float[Array, "B T D"], bank: Rows) -> Float[Array, ""]:
         train, h = self.run.train, ends.read_out(r, bank)
         return next_token_loss(ends, h, micro.tokens, micro.loss_mask, train.loss_chunk, train.z_loss)[0]
