@@ -1,0 +1,176 @@
+"""What the decode megakernel is compiled for: a K3-family architecture, the ranks it is cut over, and its block sizes.
+
+Letters, here and in all of the folder: B rows, D model width, N ranks, n an index of one; H heads of the model, h of one
+rank; K key width of KDA, W taps of its convolution; Q query rank, C latent rank, R extra key, V value width of MLA;
+E experts, k of them per token, L latent width, F expert width, S tokens.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+LANES = 128
+
+
+class DecodeConfigError(ValueError):
+    """A configuration that the kernel cannot be built for; the message names field, value and what was expected."""
+
+
+def _require(condition: bool, name: str, value: object, expected: str) -> None:
+    if not condition:
+        raise DecodeConfigError(f"{name} = {value!r}: expected {expected}")
+
+
+@dataclass(frozen=True)
+class KDAShape:
+    heads: int
+    head_dim: int
+    conv_width: int
+    gate_lower_bound: float | None
+
+
+@dataclass(frozen=True)
+class MLAShape:
+    heads: int
+    q_rank: int
+    kv_rank: int
+    nope: int
+    pe: int
+    v: int
+    norm_eps: float
+
+    @property
+    def scale(self) -> float:
+        return (self.nope + self.pe) ** -0.5
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    experts: int
+    top_k: int
+    latent: int
+    expert: int
+    shared: int
+    scale: float
+    renormalize: bool
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    mla: bool
+    moe: bool
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes that change the schedule and no result.
+
+    tile_rows, tile_cols   one tile of the weight tape, bfloat16; a tile is one DMA
+    banks                  tiles in VMEM: so many are in flight or being used
+    expert_slots           expert records in VMEM
+    expert_columns         latent columns of one product with an expert's codes
+    cache_rows             tokens of one tile of the latent cache
+    """
+
+    tile_rows: int
+    tile_cols: int
+    banks: int
+    expert_slots: int
+    expert_columns: int
+    cache_rows: int
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """`capacity` is in tokens per row. `cache_ranks`: over how many ranks a row's latent cache is cut, 1 (each rank holds
+    all of it: two exchanges fewer per MLA layer) or all of them."""
+
+    hidden: int
+    vocab: int
+    layers: tuple[LayerKind, ...]
+    attn_res_block: int
+    norm_eps: float
+    situ_beta: float
+    situ_linear_beta: float
+    kda: KDAShape
+    mla: MLAShape
+    dense: int
+    moe: MoEShape
+    ranks: int
+    rows: int
+    capacity: int
+    cache_ranks: int
+    blocks: Blocks
+
+    def __post_init__(self):
+        self._check_cut("hidden", self.hidden)
+        self._check_cut("vocab", self.vocab)
+        self._check_cut("kda.heads", self.kda.heads)
+        for name in ("heads", "q_rank"):
+            self._check_cut(f"mla.{name}", getattr(self.mla, name))
+        self._check_cut("mla.kv_rank + mla.pe", self.mla.kv_rank + self.mla.pe)
+        self._check_cut("dense", self.dense)
+        for name in ("experts", "latent", "expert", "shared"):
+            self._check_cut(f"moe.{name}", getattr(self.moe, name))
+        wide = {"hidden": self.hidden, "moe.latent": self.moe.latent}
+        for name, size in wide.items():
+            _require(size % (2 * LANES) == 0, name, size, f"a multiple of {2 * LANES}: it travels as two halves")
+        lanes = {"kda.head_dim": self.kda.head_dim, "mla.nope": self.mla.nope, "mla.v": self.mla.v}
+        lanes |= {"mla.kv_rank": self.mla.kv_rank, "blocks.tile_cols": self.blocks.tile_cols}
+        lanes |= {"blocks.tile_rows": self.blocks.tile_rows}
+        for name, size in lanes.items():
+            _require(size % LANES == 0, name, size, f"a multiple of {LANES}")
+        _require(self.hidden % self.blocks.tile_cols == 0, "hidden", self.hidden, "a multiple of blocks.tile_cols")
+        per_rank = self.moe.expert // self.ranks
+        _require(per_rank % 32 == 0, "moe.expert / ranks", per_rank, "a multiple of 32: MXFP4's groups stay whole")
+        _require(1 <= self.rows <= 8, "rows", self.rows, "1 to 8")
+        _require(self.cache_ranks in (1, self.ranks), "cache_ranks", self.cache_ranks, f"1 or ranks = {self.ranks}")
+        tile = self.blocks.cache_rows * self.cache_ranks
+        _require(self.capacity % tile == 0, "capacity", self.capacity, f"a multiple of {tile}: whole tiles on all ranks")
+        widest = max(self.moe.latent, self.moe.experts, self.mla.q_rank, self.mla.kv_rank)
+        _require(widest <= self.hidden, "hidden", self.hidden, f"at least {widest}, the longest vector of a layer")
+
+    def _check_cut(self, name: str, value: int) -> None:
+        _require(value % self.ranks == 0, name, value, f"a multiple of ranks = {self.ranks}")
+
+    def share(self, size: int) -> int:
+        """What one rank holds of so many."""
+        return size // self.ranks
+
+    @property
+    def kda_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, kind in enumerate(self.layers) if not kind.mla)
+
+    @property
+    def mla_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, kind in enumerate(self.layers) if kind.mla)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, kind in enumerate(self.layers) if kind.moe)
+
+    @property
+    def attn_res_blocks(self) -> int:
+        return -(-len(self.layers) // self.attn_res_block)
+
+    @property
+    def key_width(self) -> int:
+        """Of a cached token in lanes: latent, extra key, zeros up to whole lane tiles."""
+        return round_up(self.mla.kv_rank + self.mla.pe, LANES)
+
+    @property
+    def query_heads(self) -> int:
+        """Heads whose attention a rank computes over its part of the cache."""
+        return self.mla.heads // self.ranks * self.cache_ranks
+
+    @property
+    def cache_length(self) -> int:
+        """Tokens of a row on one rank."""
+        return self.capacity // self.cache_ranks
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    return prod(shape)

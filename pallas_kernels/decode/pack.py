@@ -1,0 +1,260 @@
+"""From a model's arrays to what one rank of the kernel holds, in NumPy: weights, and caches in both directions.
+
+Weights come by canonical name as `reference.step` takes them, the routed experts as `ExpertCodes`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.decode.config import LANES, DecodeConfig, round_up
+from pallas_kernels.decode.plan import VECTORS, Plan
+from pallas_kernels.decode.record import GROUP, PER_WORD, SCALES, Record
+from pallas_kernels.decode.tape import Block, Part
+
+BF16 = ml_dtypes.bfloat16
+Named = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ExpertCodes:
+    """One projection of some experts as released: an E2M1 code per byte, [E, out, in], and E8M0 scales, [E, out, in / 32]."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+
+
+class PackError(ValueError):
+    """Values that the kernel's storage cannot hold; the message names the tensor."""
+
+
+# The tape
+
+
+def fill(part: Part, matrices: Mapping[str, np.ndarray], tile_rows: int, tile_cols: int) -> np.ndarray:
+    """The tiles of a part [tiles, tile_rows, tile_cols]. `matrices` [depth, width] by name."""
+    tape = np.zeros((part.tiles, tile_rows, tile_cols), BF16)
+    for block in part.blocks:
+        name, weight = block.matrix.name, matrices[block.matrix.name]
+        expected = (block.matrix.depth, block.matrix.width)
+        if weight.shape != expected:
+            raise PackError(f"{name} has shape {weight.shape}: expected {expected}")
+        rows = _rows(block, weight, tile_cols)
+        stored = rows.astype(BF16)
+        if not np.array_equal(stored.astype(rows.dtype), rows):
+            raise PackError(f"{name} holds values that bfloat16 has not: expected weights of a bfloat16 checkpoint")
+        for piece in block.pieces:
+            tape[piece.tile, piece.row : piece.row + piece.rows] = stored[piece.start : piece.start + piece.rows]
+    return tape
+
+
+def _rows(block: Block, weight: np.ndarray, tile_cols: int) -> np.ndarray:
+    """The block's rows [depth, tile_cols]."""
+    out = np.zeros((block.depth, tile_cols), weight.dtype)
+    if block.matrix.transposed:
+        chunk = weight[block.column : block.column + tile_cols].T
+        out[: chunk.shape[0], : chunk.shape[1]] = chunk
+        return out
+    columns = weight[:, block.column : block.column + block.cols]
+    for i in range(block.fold):
+        part = columns[i * block.depth : (i + 1) * block.depth]
+        out[: part.shape[0], i * block.cols : i * block.cols + part.shape[1]] = part
+    return out
+
+
+def _cut(array: np.ndarray, axis: int, rank: int, ranks: int) -> np.ndarray:
+    size = array.shape[axis] // ranks
+    return np.take(array, range(rank * size, (rank + 1) * size), axis=axis)
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Rank `rank`'s arrays, in the shapes of `plan.weights`."""
+
+    plan: Plan
+    rank: int
+
+    @property
+    def config(self) -> DecodeConfig:
+        return self.plan.config
+
+    def cut(self, array: np.ndarray, axis: int) -> np.ndarray:
+        return _cut(array, axis, self.rank, self.config.ranks)
+
+    def kda(self, w: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+        flat = lambda name: self.cut(w(name), 1).reshape(w(name).shape[0], -1)  # noqa: E731
+        return {
+            "project": np.concatenate([*(flat(name) for name in "qkvg"), w("f_a")], axis=1),
+            "beta": self.cut(w("b"), 1),
+            "decay": flat("f_b"),
+            "output": self.cut(w("o"), 0).reshape(-1, self.config.hidden),
+        }
+
+    def mla(self, w: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+        c = self.config.mla
+        query, kv = self.cut(w("q_b"), 1), self.cut(w("kv_b"), 1)
+        parts = (query[..., : c.nope], query[..., c.nope :])
+        heads = range(kv.shape[1])
+        return {
+            "down": np.concatenate([self.cut(w("q_a"), 1), self.cut(w("kv_a"), 1)], axis=1),
+            "gate": self.cut(w("g"), 1).reshape(self.config.hidden, -1),
+            "query": np.concatenate([part.reshape(c.q_rank, -1) for part in parts], axis=1),
+            **{f"absorb_{i}": kv[:, i, : c.nope].T for i in heads},
+            **{f"value_{i}": kv[:, i, c.nope :] for i in heads},
+            "output": self.cut(w("o"), 0).reshape(-1, self.config.hidden),
+        }
+
+    def dense(self, w: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+        gate, up = (_widen(self.cut(w(name), 1)) for name in ("gate", "up"))
+        return {"hidden": np.concatenate([gate, up], axis=1), "output": self.cut(w("down"), 0)}
+
+    def moe(self, w: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+        down = (self.cut(w(name), 1) for name in ("shared.gate", "shared.up", "latent_down"))
+        return {
+            "project": np.concatenate(list(down), axis=1),
+            "router": self.cut(w("router"), 1),
+            "shared": self.cut(w("shared.down"), 1),
+            "up": self.cut(w("latent_up"), 1),
+        }
+
+    def tape(self, named: Named) -> np.ndarray:
+        """[tiles, tile_rows, tile_cols] of the whole step."""
+        tape, blocks, parts = self.plan.tape, self.config.blocks, []
+        tiles = lambda part, matrices: fill(part, matrices, blocks.tile_rows, blocks.tile_cols)  # noqa: E731
+        for layer, kind in enumerate(self.config.layers):
+            mixer, channels = tape.parts(kind)
+            name = "mla" if kind.mla else "kda"
+            parts.append(tiles(mixer, getattr(self, name)(_of(named, layer, name))))
+            name = "moe" if kind.moe else "dense"
+            parts.append(tiles(channels, getattr(self, name)(_of(named, layer, name))))
+        parts.append(tiles(tape.head, {"head": self.cut(named["lm_head"], 1)}))
+        return np.concatenate(parts)
+
+    def experts(self, named: Mapping[str, ExpertCodes]) -> np.ndarray:
+        """[MoE layers, E, *record]."""
+        c, record = self.config, self.plan.record
+        out = np.zeros(self.plan.weights["experts"].shape, np.int32)
+        for i, layer in enumerate(c.moe_layers):
+            w = _of(named, layer, "moe")
+            gate, up = (ExpertCodes(self.cut(x.codes, 1), self.cut(x.scales, 1)) for x in (w("w1"), w("w3")))
+            down = ExpertCodes(self.cut(w("w2").codes, 2), self.cut(w("w2").scales, 2))
+            out[i] = pack_records(record, gate, up, down)
+        return out
+
+    def vectors(self, named: Named) -> np.ndarray:
+        out = np.zeros(self.plan.weights["vectors"].shape, np.float32)
+        for layer, kind in enumerate(self.config.layers):
+            names = {"attn_norm": "attn_norm", "ffn_norm": "ffn_norm"}
+            if kind.moe:
+                names |= {"latent_norm": "moe.latent_norm", "router_bias": "moe.router_bias"}
+            if kind.mla:
+                names |= {"q_norm": "mla.q_a_norm", "kv_norm": "mla.kv_a_norm"}
+            for place, name in names.items():
+                vector = named[f"layers.{layer}.{name}"]
+                out[layer, VECTORS.index(place), : len(vector)] = vector
+        return out
+
+    def heads(self, named: Named) -> np.ndarray:
+        out = np.zeros(self.plan.weights["heads"].shape, np.float32)
+        for i, layer in enumerate(self.config.kda_layers):
+            w = _of(named, layer, "kda")
+            taps = np.stack([self.cut(w(f"{name}_conv"), 1) for name in "qkv"], axis=1)  # [W, 3, h, K]
+            W, _, h, K = taps.shape
+            out[i, :, : 3 * W] = taps.reshape(3 * W, h, K).swapaxes(0, 1)
+            out[i, :, 3 * W] = self.cut(w("dt_bias"), 0)
+            out[i, :, 3 * W + 1] = np.exp(self.cut(w("A_log"), 0))[:, None]
+            out[i, :, 3 * W + 2] = w("o_norm")
+        return out
+
+    def keys(self, named: Named) -> np.ndarray:
+        """Sites in reading order (attention and channels of each layer, then the read-out); the first, layer 0's
+        attention, reads no bank."""
+        key = lambda prefix: named[f"{prefix}.norm"].astype(np.float32) * named[f"{prefix}.query"]  # noqa: E731
+        sites = [f"layers.{i}.{site}_res" for i in range(len(self.config.layers)) for site in ("attn", "ffn")]
+        out = np.zeros(self.plan.weights["keys"].shape, np.float32)
+        flat = out.reshape(-1, self.config.hidden)
+        for i, prefix in enumerate([*sites[1:], "output_attn_res"]):
+            flat[i] = key(prefix)
+        return out
+
+    def embed(self, named: Named) -> np.ndarray:
+        out = np.zeros(self.plan.weights["embed"].shape, BF16)
+        share = self.cut(named["embed"], 1)
+        out.reshape(len(out), -1)[:, : share.shape[1]] = share
+        return out
+
+    def weights(self, named: Named, experts: Mapping[str, ExpertCodes]) -> dict[str, np.ndarray]:
+        made = {name: getattr(self, name)(named) for name in ("tape", "vectors", "heads", "keys", "embed")}
+        return made | {"experts": self.experts(experts)}
+
+
+def _of(named: Mapping, layer: int, kind: str) -> Callable:
+    return lambda name: named[f"layers.{layer}.{kind}.{name}"]
+
+
+def _widen(matrix: np.ndarray) -> np.ndarray:
+    """Columns up to whole lane tiles."""
+    return np.pad(matrix, ((0, 0), (0, round_up(matrix.shape[1], LANES) - matrix.shape[1])))
+
+
+# Experts
+
+
+def pack_records(record: Record, gate: ExpertCodes, up: ExpertCodes, down: ExpertCodes) -> np.ndarray:
+    """Records [E, rows, L] of one rank's slices: gate and up [E, F, L], down [E, L, F]."""
+    codes = np.concatenate([gate.codes, up.codes], axis=1)
+    scales = np.concatenate([gate.scales, up.scales], axis=1)
+    out = np.zeros((len(codes), *record.shape), np.uint32)
+    out[:, : record.up_rows] = _words(codes)
+    out[:, record.up_rows : record.up_scale_start] = _words(down.codes.swapaxes(1, 2))
+    packed = _bytes(scales.swapaxes(1, 2))  # [E, chunks, 2F]
+    for chunk in range(record.up_chunks):
+        row, lane = record.chunk_at(chunk)
+        out[:, row, lane : lane + packed.shape[2]] = packed[:, chunk]
+    packed = _bytes(down.scales.swapaxes(1, 2))
+    out[:, record.down_scale_start : record.down_scale_start + packed.shape[1]] = packed
+    return out.view(np.int32)
+
+
+def _words(codes: np.ndarray) -> np.ndarray:
+    """[E, 8 R, lanes] codes -> [E, R, lanes] words, the first code in the lowest bits."""
+    grouped = codes.reshape(len(codes), -1, PER_WORD, codes.shape[2]).astype(np.uint32)
+    return np.bitwise_or.reduce(grouped << (4 * np.arange(PER_WORD, dtype=np.uint32))[:, None], axis=2)
+
+
+def _bytes(scales: np.ndarray) -> np.ndarray:
+    """[E, groups, lanes] bytes -> [E, ceil(groups / 4), lanes] words."""
+    if scales.max(initial=0) == 255:
+        raise PackError("an expert's scale is 255, MXFP4's NaN: expected 0 to 254")
+    if scales.min(initial=255) == 0:
+        raise PackError("an expert's scale is 0, 2 ** -127, which a TPU flushes to zero: expected 1 to 254")
+    groups = -(-scales.shape[1] // SCALES)
+    padded = np.zeros((len(scales), groups * SCALES, scales.shape[2]), np.uint32)
+    padded[:, : scales.shape[1]] = scales
+    grouped = padded.reshape(len(scales), groups, SCALES, -1)
+    return np.bitwise_or.reduce(grouped << (8 * np.arange(SCALES, dtype=np.uint32))[:, None], axis=2)
+
+
+def unpack_records(record: Record, words: np.ndarray) -> tuple[ExpertCodes, ExpertCodes, ExpertCodes]:
+    """The inverse of `pack_records`."""
+    words, F = words.view(np.uint32), record.expert
+    codes = _codes(words[:, : record.up_rows])
+    chunks = [record.chunk_at(chunk) for chunk in range(record.up_chunks)]
+    packed = np.stack([words[:, row, lane : lane + 2 * F] for row, lane in chunks], axis=1)
+    scales = _split(packed, record.latent // GROUP).swapaxes(1, 2)
+    down = _codes(words[:, record.up_rows : record.up_scale_start]).swapaxes(1, 2)
+    down_scales = _split(words[:, record.down_scale_start :], F // GROUP).swapaxes(1, 2)
+    gate, up = (ExpertCodes(codes[:, part], scales[:, part]) for part in (slice(0, F), slice(F, 2 * F)))
+    return gate, up, ExpertCodes(down, down_scales)
+
+
+def _codes(words: np.ndarray) -> np.ndarray:
+    nibbles = words[:, :, None] >> (4 * np.arange(PER_WORD, dtype=np.uint32))[:, None] & 15
+    return nibbles.reshape(len(words), -1, words.shape[2]).astype(np.uint8)
+
+
+def _split(words: np.ndarray, groups: int) -> np.ndarray:
+    parts = words[:, :, None] >> (8 * np.arange(SCALES, dtype=np.uint32))[:, None] & 255
+    return parts.reshape(len(words), -1, words.shape[2])[:, :groups].astype(np.uint8)

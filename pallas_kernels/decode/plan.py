@@ -1,0 +1,181 @@
+"""All that a step does outside of its arithmetic, as data: exchanges between ranks, arrays in HBM, buffers in VMEM.
+
+Kernel, packer, ledger, protocol check, benchmark and tests are made from one Plan.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.decode.config import LANES, DecodeConfig, LayerKind, round_up
+from pallas_kernels.decode.record import Record
+from pallas_kernels.decode.tape import Tape
+
+VECTORS = ("attn_norm", "ffn_norm", "latent_norm", "router_bias", "q_norm", "kv_norm")
+VECTOR_ROWS = 8
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One dependent remote exchange: every rank sends `shape` to every other one, the same to all, or with `to_each`
+    something else to each. What rank n sent stands in place n of the receiver's buffer."""
+
+    name: str
+    shape: tuple[int, int]
+    dtype: Any
+    to_each: bool = False
+
+    def sent(self, ranks: int) -> int:
+        """Bytes that a rank puts on its links."""
+        rows, lanes = self.shape
+        return (ranks - 1) * rows * lanes * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: DecodeConfig
+
+    @cached_property
+    def tape(self) -> Tape:
+        return Tape(self.config)
+
+    @cached_property
+    def record(self) -> Record:
+        return Record.of(self.config)
+
+    # Exchanges
+
+    @cached_property
+    def exchanges(self) -> dict[str, Exchange]:
+        """By name. Partial sums travel as bfloat16 in two halves of rows, parts of vectors as float32."""
+        c, share = self.config, self.config.share
+        B, heads = c.rows, share(c.mla.heads)
+        route = sum(self.route_lanes)
+        down = share(c.mla.q_rank) + share(c.mla.kv_rank + c.mla.pe)
+        every = (
+            Exchange("hidden", (B, round_up(share(c.hidden), LANES)), F32),
+            Exchange("mixer_sum", (2 * B, c.hidden // 2), BF16),
+            Exchange("dense_sum", (2 * B, c.hidden // 2), BF16),
+            Exchange("route", (B, route), F32),
+            Exchange("latent_sum", (2 * B, c.moe.latent // 2), BF16),
+            Exchange("mla_down", (B, round_up(down, LANES)), F32),
+            Exchange("queries", (B * heads, c.key_width), BF16),
+            Exchange("contexts", (B * heads, c.mla.kv_rank + LANES), F32, to_each=True),
+            Exchange("token", (B, LANES), F32),
+        )
+        used = set(self.step_exchanges)
+        return {exchange.name: exchange for exchange in every if exchange.name in used}
+
+    @cached_property
+    def route_lanes(self) -> tuple[int, int, int]:
+        """Lanes of router logits, latents and the shared experts' hidden layer in the exchange `route`."""
+        s = self.config.moe
+        return tuple(round_up(self.config.share(size), LANES) for size in (s.experts, s.latent, s.shared))
+
+    def mixer_exchanges(self, mla: bool) -> tuple[str, ...]:
+        if not mla:
+            return ("mixer_sum",)
+        inside = ("queries", "contexts") if self.config.cache_ranks > 1 else ()
+        return ("mla_down", *inside, "mixer_sum")
+
+    def channel_exchanges(self, moe: bool) -> tuple[str, ...]:
+        return ("route", "latent_sum", "hidden") if moe else ("dense_sum",)
+
+    def layer_exchanges(self, kind: LayerKind) -> tuple[str, ...]:
+        return self.mixer_exchanges(kind.mla) + self.channel_exchanges(kind.moe)
+
+    @cached_property
+    def step_exchanges(self) -> tuple[str, ...]:
+        """All exchanges of a step in their order: the embedding's, the layers', the chosen token's."""
+        layers = (name for kind in self.config.layers for name in self.layer_exchanges(kind))
+        return ("hidden", *layers, "token")
+
+    # HBM
+
+    @cached_property
+    def weights(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Arrays of one rank. `vectors`: rows in the order of VECTORS. `heads`: per head the taps of q, k, v, then
+        dt_bias, exp(A_log), o_norm. `keys`: per AttnRes block the keys of the sites that read its bank, in order."""
+        c = self.config
+        D, h, K, W = c.hidden, c.share(c.kda.heads), c.kda.head_dim, c.kda.conv_width
+        embed = round_up(c.share(D), 2 * LANES) // 2
+        of = jax.ShapeDtypeStruct
+        return {
+            "tape": of(self.tape.shape, BF16),
+            "experts": of((len(c.moe_layers), c.moe.experts, *self.record.shape), I32),
+            "vectors": of((len(c.layers), VECTOR_ROWS, D), F32),
+            "heads": of((len(c.kda_layers), h, round_up(3 * W + 3, 8), K), F32),
+            "keys": of((c.attn_res_blocks, 2 * c.attn_res_block, D), F32),
+            "embed": of((c.vocab, 2, embed), BF16),
+        }
+
+    @cached_property
+    def caches(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Of one rank, for all rows. `S` and `conv` are those of `nn.kda.KDAState`, with heads before taps."""
+        c = self.config
+        B, h, K, W = c.rows, c.share(c.kda.heads), c.kda.head_dim, c.kda.conv_width
+        of = jax.ShapeDtypeStruct
+        return {
+            "S": of((len(c.kda_layers), B, h, K, K), F32),
+            "conv": of((len(c.kda_layers), B, h, 3 * (W - 1), K), F32),
+            "latent": of((len(c.mla_layers), B, c.cache_length, c.key_width), BF16),
+        }
+
+    @cached_property
+    def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """`token` holds the greedy token of a row in all lanes; `logits` are this rank's columns."""
+        c, of = self.config, jax.ShapeDtypeStruct
+        return {"token": of((c.rows, LANES), I32), "logits": of((c.rows, c.share(c.vocab)), F32)}
+
+    # SMEM
+
+    @cached_property
+    def layer_table(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer: is it MLA, is it MoE, its number among KDA, MLA and MoE layers, its tiles' starts."""
+        c, rows, counts = self.config, [], {"kda": 0, "mla": 0, "moe": 0}
+        for kind, starts in zip(c.layers, self.tape.starts, strict=True):
+            rows.append((int(kind.mla), int(kind.moe), *counts.values(), *starts))
+            counts["mla" if kind.mla else "kda"] += 1
+            counts["moe"] += kind.moe
+        return tuple(rows)
+
+    # VMEM
+
+    @cached_property
+    def buffers(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Scratch in VMEM, beside the exchanges' buffers (`exchange_buffers`)."""
+        c, b = self.config, self.config.blocks
+        B, D, sites, of = c.rows, c.hidden, 2 * c.attn_res_block, jax.ShapeDtypeStruct
+        weights, caches = self.weights, self.caches
+        return {
+            "banks": of((b.banks, b.tile_rows, b.tile_cols), BF16),
+            "experts": of((b.expert_slots, *self.record.shape), I32),
+            "vectors": of((2, *weights["vectors"].shape[1:]), F32),
+            "heads": of((2, *weights["heads"].shape[1:]), F32),
+            "keys": of((2, *weights["keys"].shape[1:]), F32),
+            "embed": of((B, *weights["embed"].shape[1:]), BF16),
+            "S": of((2, *caches["S"].shape[1:]), F32),
+            "conv": of((2, *caches["conv"].shape[1:]), F32),
+            "latent": of((2, b.cache_rows, c.key_width), BF16),
+            "contexts": of((B * c.query_heads, c.mla.kv_rank + LANES), F32),
+            "residual": of((B, D), F32),
+            "change": of((B, D), F32),
+            "bank": of((B, c.attn_res_blocks, D), F32),
+            "summary": of((B, sites, D), F32),
+            "summary_scores": of((B, sites, 2 * LANES), F32),
+            "chosen": of((8, LANES), I32),
+            "weights": of((8, LANES), F32),
+        }
+
+    @cached_property
+    def exchange_buffers(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Where the other ranks' parts arrive; for `to_each` also what goes to each."""
+        made = {}
+        for name, exchange in self.exchanges.items():
+            places = self.config.ranks * (1 + exchange.to_each)
+            made[name] = jax.ShapeDtypeStruct((places, *exchange.shape), exchange.dtype)
+        return made
