@@ -154,6 +154,7 @@ class Packer:
             for place, name in names.items():
                 vector = named[f"layers.{layer}.{name}"]
                 out[layer, VECTORS.index(place), : len(vector)] = vector
+        out[-1, 0] = named["norm"]
         return out
 
     def heads(self, named: Named) -> np.ndarray:

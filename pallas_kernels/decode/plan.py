@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.decode.config import LANES, DecodeConfig, LayerKind, round_up
+from pallas_kernels.decode.config import LANES, DecodeConfig, DecodeConfigError, LayerKind, round_up
 from pallas_kernels.decode.record import Record
 from pallas_kernels.decode.tape import Tape
 
@@ -38,6 +38,12 @@ class Exchange:
 @dataclass(frozen=True)
 class Plan:
     config: DecodeConfig
+
+    def __post_init__(self):
+        banks, tiles = self.config.blocks.banks, self.tape.head.tiles
+        if banks > tiles:
+            expected = f"at most {tiles}, the tiles of the head: only there the tape ends"
+            raise DecodeConfigError(f"blocks.banks = {banks}: expected {expected}")
 
     @cached_property
     def tape(self) -> Tape:
@@ -98,7 +104,7 @@ class Plan:
 
     @cached_property
     def weights(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Arrays of one rank. `vectors`: rows in the order of VECTORS. `heads`: per head the taps of q, k, v, then
+        """Arrays of one rank. `vectors`: per layer rows in the order of VECTORS, and at last the final norm. `heads`: per head the taps of q, k, v, then
         dt_bias, exp(A_log), o_norm. `keys`: per AttnRes block the keys of the sites that read its bank, in order."""
         c = self.config
         D, h, K, W = c.hidden, c.share(c.kda.heads), c.kda.head_dim, c.kda.conv_width
@@ -107,7 +113,7 @@ class Plan:
         return {
             "tape": of(self.tape.shape, BF16),
             "experts": of((len(c.moe_layers), c.moe.experts, *self.record.shape), I32),
-            "vectors": of((len(c.layers), VECTOR_ROWS, D), F32),
+            "vectors": of((len(c.layers) + 1, VECTOR_ROWS, D), F32),
             "heads": of((len(c.kda_layers), h, round_up(3 * W + 3, 8), K), F32),
             "keys": of((c.attn_res_blocks, 2 * c.attn_res_block, D), F32),
             "embed": of((c.vocab, 2, embed), BF16),
@@ -165,8 +171,8 @@ class Plan:
             "residual": of((B, D), F32),
             "change": of((B, D), F32),
             "bank": of((B, c.attn_res_blocks, D), F32),
-            "summary": of((B, sites, D), F32),
-            "summary_scores": of((B, sites, 2 * LANES), F32),
+            "summary": of((sites, B, D), F32),
+            "summary_scores": of((sites, B, 2 * LANES), F32),
             "chosen": of((8, LANES), I32),
             "weights": of((8, LANES), F32),
         }

@@ -1,0 +1,60 @@
+"""The channel mixers: the dense FFN, and Stable LatentMoE (report §2.3)."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.decode import experts, router
+from pallas_kernels.decode.collectives import Links
+from pallas_kernels.decode.config import LANES, round_up
+from pallas_kernels.decode.core import BF16, F32, Core, pad_lanes
+from pallas_kernels.decode.plan import VECTORS
+from pallas_kernels.decode.reference import rms, situ
+from pallas_kernels.decode.ring import Ring
+
+
+def dense(core: Core, ring: Ring, links: Links, x, start) -> None:
+    """The output for x [B, D] into `change`; the layer's tiles begin at `start`."""
+    part, c = core.plan.tape.dense, core.config
+    width = c.share(c.dense)
+    hidden = ring.product(part, start, "hidden", x)
+    gate, up = hidden[:, :width], hidden[:, round_up(width, LANES) :][:, :width]
+    hidden = situ(gate, up, c.situ_beta, c.situ_linear_beta)
+    links.start_sum("dense_sum", ring.product(part, start, "output", hidden))
+    core.buffers.change[...] = links.finish_sum("dense_sum")
+
+
+def latent_moe(core: Core, ring: Ring, links: Links, scalars, x, vectors, number, start) -> None:
+    """up(rms(sum_j p_j E_j(down x))) + shared(x) for x [B, D] of MoE layer `number`, into `change`."""
+    part, c = core.plan.tape.moe, core.config
+    links.start("route", _route(core, ring, x, start))
+    links.finish("route")
+    logits, z, hidden = (
+        links.gathered("route", c.share(width), sum(core.plan.route_lanes[:i]))
+        for i, width in enumerate((c.moe.experts, c.moe.latent, c.moe.shared))
+    )
+    vector = lambda name, width: vectors[VECTORS.index(name) : VECTORS.index(name) + 1, :width]  # noqa: E731
+    router.choose(core, logits, vector("router_bias", c.moe.experts), scalars.chosen, scalars.weights)
+    experts.start(core, number, scalars.chosen)
+    shared = ring.product(part, start, "shared", hidden)
+    routed = experts.finish(core, number, scalars.chosen, scalars.weights, z)
+    links.start_sum("latent_sum", routed)
+    u = rms(links.finish_sum("latent_sum"), c.norm_eps) * vector("latent_norm", c.moe.latent)
+    y = _rounded(ring.product(part, start, "up", u)) + _rounded(shared)
+    links.start("hidden", pad_lanes(y, core.plan.exchanges["hidden"].shape[1]))
+    links.finish("hidden")
+    core.buffers.change[...] = links.gathered("hidden", c.share(c.hidden))
+
+
+def _route(core: Core, ring: Ring, x, start):
+    """What the other ranks need of this one: router logits, latents, the shared experts' hidden layer."""
+    part, c = core.plan.tape.moe, core.config
+    width = c.share(c.moe.shared)
+    projected = ring.product(part, start, "project", x)
+    logits = ring.product(part, start, "router", x)
+    gate, up, z = projected[:, :width], projected[:, width : 2 * width], projected[:, 2 * width :]
+    hidden = situ(gate, up, c.situ_beta, c.situ_linear_beta)
+    parts = zip((logits, _rounded(z), _rounded(hidden)), core.plan.route_lanes, strict=True)
+    return jnp.concatenate([pad_lanes(value, lanes) for value, lanes in parts], axis=1)
+
+
+def _rounded(x):
+    return x.astype(BF16).astype(F32)

@@ -1,0 +1,100 @@
+"""Exchanges between the ranks: remote copies from VMEM to VMEM, without a barrier in between.
+
+A buffer has a place for every rank. Rank n fills place n of its own and copies it to place n of all others. A rank that
+sends its part of exchange e + 2 has finished e + 1, to which every other rank contributed after it had read what it got
+in e. So a buffer may be used again two exchanges later, which is what `Plan.step_exchanges` keeps to; nothing else waits.
+
+Sums run over the places in their order and are the same to the last bit on all ranks.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.decode.core import BF16, F32
+from pallas_kernels.decode.plan import Plan
+
+
+@dataclass(frozen=True)
+class Links:
+    """`send` and `receive` hold one DMA semaphore per exchange of the plan."""
+
+    plan: Plan
+    rank: object
+    buffers: SimpleNamespace
+    send: object
+    receive: object
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.config.ranks
+
+    def barrier(self) -> None:
+        """All ranks have started, and their buffers are free."""
+        semaphore = pltpu.get_barrier_semaphore()
+        self._each(lambda peer: pl.semaphore_signal(semaphore, inc=1, device_id=(peer,)))
+        pl.semaphore_wait(semaphore, self.ranks - 1)
+
+    def _each(self, act) -> None:
+        @pl.loop(1, self.ranks)
+        def _(offset):
+            act(lax.rem(self.rank + offset, self.ranks))
+
+    def _copy(self, name: str, peer):
+        buffer, number = getattr(self.buffers, name), list(self.plan.exchanges).index(name)
+        source = self.ranks + peer if self.plan.exchanges[name].to_each else self.rank
+        return pltpu.make_async_remote_copy(
+            buffer.at[source],
+            buffer.at[self.rank],
+            self.send.at[number],
+            self.receive.at[number],
+            device_id=(peer,),
+        )
+
+    def start(self, name: str, part) -> None:
+        """Send this rank's part [rows, lanes] to all."""
+        getattr(self.buffers, name)[self.rank] = part
+        self._each(lambda peer: self._copy(name, peer).start())
+
+    def start_each(self, name: str, parts: list) -> None:
+        """Send part n [rows, lanes] to rank n."""
+        buffer = getattr(self.buffers, name)
+        for peer, part in enumerate(parts):
+            buffer[self.ranks + peer] = part
+        buffer[self.rank] = buffer[self.ranks + self.rank]
+        self._each(lambda peer: self._copy(name, peer).start())
+
+    def finish(self, name: str):
+        """Wait for what all others sent (and until the own part has left): the buffer [ranks, rows, lanes]."""
+        self._each(lambda peer: self._copy(name, peer).wait())
+        return getattr(self.buffers, name)
+
+    def gathered(self, name: str, width: int, lane: int = 0):
+        """Finished parts side by side [rows, ranks * width]: lanes [lane, lane + width) of each."""
+        buffer = getattr(self.buffers, name)
+        return jnp.concatenate([buffer[n, :, lane : lane + width] for n in range(self.ranks)], axis=1)
+
+    def start_sum(self, name: str, part) -> None:
+        """Send a partial sum [B, D], rounded to bfloat16."""
+        self.start(name, halves(part.astype(BF16)))
+
+    def finish_sum(self, name: str):
+        """The sum [B, D] of all ranks' parts, in float32."""
+        buffer = self.finish(name)
+        return unhalved(sum((buffer[n].astype(F32) for n in range(1, self.ranks)), buffer[0].astype(F32)))
+
+
+def halves(x):
+    """[B, D] -> [2 B, D / 2]: the left halves of the rows, then the right ones. One bfloat16 row alone would waste half
+    of every word."""
+    middle = x.shape[1] // 2
+    return jnp.concatenate([x[:, :middle], x[:, middle:]], axis=0)
+
+
+def unhalved(x):
+    B = x.shape[0] // 2
+    return jnp.concatenate([x[:B], x[B:]], axis=1)

@@ -1,0 +1,76 @@
+"""What the parts of the kernel share: one rank's references to memory, and its copies between HBM and VMEM."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.decode.config import DecodeConfig
+from pallas_kernels.decode.plan import Plan
+
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+
+@dataclass(frozen=True)
+class Core:
+    """One rank inside of the kernel. `weights` and `caches` are in HBM, `buffers` in VMEM, `semaphores` those of local
+    copies; `table` [L, ...] and `position` [B] are in SMEM."""
+
+    plan: Plan
+    rank: jax.Array
+    table: object
+    position: object
+    weights: SimpleNamespace
+    caches: SimpleNamespace
+    buffers: SimpleNamespace
+    semaphores: SimpleNamespace
+
+    @property
+    def config(self) -> DecodeConfig:
+        return self.plan.config
+
+    def load(self, name: str, index):
+        """Array `index` of a stack in HBM, into one of its two places in VMEM."""
+        source = getattr(self.weights, name) if hasattr(self.weights, name) else getattr(self.caches, name)
+        place, semaphore = lax.rem(index, 2), getattr(self.semaphores, name)
+        return pltpu.make_async_copy(source.at[index], getattr(self.buffers, name).at[place], semaphore.at[place])
+
+    def store(self, name: str, index):
+        """The way back of a cache."""
+        place, semaphore = lax.rem(index, 2), getattr(self.semaphores, f"{name}_back")
+        target = getattr(self.caches, name).at[index]
+        return pltpu.make_async_copy(getattr(self.buffers, name).at[place], target, semaphore.at[place])
+
+    def live(self, row: int):
+        """Whether a row of the batch decodes in this step."""
+        return self.position[row] >= 0
+
+
+def semaphores(plan: Plan) -> dict[str, int]:
+    """How many DMA semaphores each kind of local copy has."""
+    blocks = plan.config.blocks
+    pairs = ("vectors", "heads", "keys", "S", "conv", "S_back", "conv_back", "latent")
+    return {
+        "ring": blocks.banks,
+        "experts": blocks.expert_slots,
+        **{name: 2 for name in pairs},
+        "latent_back": 1,
+        "embed": plan.config.rows,
+        "scalars": 2,
+    }
+
+
+def pad_lanes(x, lanes: int):
+    """[B, K] with columns of zeros to the right."""
+    missing = lanes - x.shape[1]
+    return jnp.concatenate([x, jnp.zeros((len(x), missing), x.dtype)], axis=1) if missing else x
+
+
+def pad_rows(x, rows: int):
+    """[B, K] with rows of zeros below."""
+    if x.shape[0] >= rows:
+        return x
+    return jnp.concatenate([x, jnp.zeros((rows - x.shape[0], x.shape[1]), x.dtype)], axis=0)

@@ -1,0 +1,109 @@
+"""Routed experts: records streamed from HBM, products with their four-bit codes, scales applied to sums over 32 inputs.
+
+A product with MXFP4 weights is a sum over groups of 32 inputs, each with a scale per output. So x stands on the diagonal
+of a matrix with a row for each group, [groups, inputs], whose product with the codes (exact in FP8) is a sum per group
+and output: bfloat16 times code in float32. The scales, powers of two, then multiply exactly.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.decode.core import BF16, F32, I32, Core
+from pallas_kernels.decode.record import GROUP, SCALES, Record
+from pallas_kernels.decode.reference import situ
+
+
+def copy(core: Core, layer, expert, slot):
+    """One record of MoE layer `layer` into VMEM."""
+    source = core.weights.experts.at[layer, expert]
+    return pltpu.make_async_copy(source, core.buffers.experts.at[slot], core.semaphores.experts.at[slot])
+
+
+def start(core: Core, layer, chosen) -> None:
+    """As many of the chosen experts' records as there are slots."""
+    count = core.config.rows * core.config.moe.top_k
+
+    @pl.loop(0, min(core.config.blocks.expert_slots, count))
+    def _(j):
+        copy(core, layer, _pick(core, chosen, j), j).start()
+
+
+def _pick(core: Core, smem, j):
+    """Entry j of a [B, k] array in SMEM."""
+    k = core.config.moe.top_k
+    return smem[lax.div(j, k), lax.rem(j, k)]
+
+
+def finish(core: Core, layer, chosen, weights, z):
+    """This rank's part of sum_j p_j w2_j SiTU(w1_j z, w3_j z), z [B, L]: [B, L] in float32."""
+    c, record = core.config, core.plan.record
+    slots, count = c.blocks.expert_slots, c.rows * c.moe.top_k
+    row_of = lax.broadcasted_iota(I32, (c.rows, 1), 0)
+
+    def one(j, total):
+        slot, row = lax.rem(j, slots), lax.div(j, c.moe.top_k)
+        copy(core, layer, _pick(core, chosen, j), slot).wait()
+        mine = z if c.rows == 1 else jnp.sum(jnp.where(row_of == row, z, 0.0), axis=0, keepdims=True)
+        words = core.buffers.experts.at[slot]
+        hidden = _up(c, record, words, mine.astype(BF16))
+        gate, up = hidden[:, : record.expert], hidden[:, record.expert :]
+        y = _down(record, words, situ(gate, up, c.situ_beta, c.situ_linear_beta).astype(BF16))
+
+        @pl.when(j + slots < count)
+        def _():
+            copy(core, layer, _pick(core, chosen, j + slots), slot).start()
+
+        return total + jnp.where(row_of == row, _pick(core, weights, j) * y, 0.0)
+
+    return lax.fori_loop(0, count, one, jnp.zeros((c.rows, record.latent), F32))
+
+
+def _up(c, record: Record, words, z):
+    """Gate and up for z [1, L]: [1, 2F]."""
+    total = jnp.zeros((1, 2 * record.expert), F32)
+    columns = c.blocks.expert_columns
+    for start in range(0, record.latent, columns):
+        codes = _values(words[: record.up_rows, start : start + columns])
+        sums = lax.dot_general(
+            _diagonal(z[:, start : start + columns]), codes, (((1,), (1,)), ((), ())), preferred_element_type=F32
+        )
+        first = start // (GROUP * SCALES)
+        scales = [_scales(words, *record.chunk_at(first + i), 2 * record.expert) for i in range(columns // 128)]
+        scales = jnp.concatenate(scales, axis=0) if len(scales) > 1 else scales[0]
+        total = total + jnp.sum(sums[: columns // GROUP] * scales, axis=0, keepdims=True)
+    return total
+
+
+def _down(record: Record, words, hidden):
+    """w2 for hidden [1, F]: [1, L]."""
+    F, groups = record.expert, record.expert // GROUP
+    top = record.up_rows + -(-record.down_rows // 8) * 8  # whole tiles; what follows the codes is cut off again
+    codes = _values(words[record.up_rows : top, :])[:F]
+    sums = jnp.dot(_diagonal(hidden), codes, preferred_element_type=F32)
+    rows = range(record.down_scale_start, record.down_scale_start + -(-groups // SCALES))
+    scales = [_scales(words, row, 0, record.latent) for row in rows]
+    scales = (jnp.concatenate(scales, axis=0) if len(scales) > 1 else scales[0])[:groups]
+    return jnp.sum(sums[:groups] * scales, axis=0, keepdims=True)
+
+
+def _values(words):
+    """int32 [R, lanes] -> the codes [8 R, lanes] as FP8."""
+    return pltpu.bitcast(words, jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
+
+
+def _scales(words, row: int, lane: int, width: int):
+    """The four E8M0 bytes of a chunk as float32 [4, width]."""
+    word = jnp.broadcast_to(words[row : row + 1, lane : lane + width], (SCALES, width))
+    shift = 8 * lax.broadcasted_iota(I32, word.shape, 0)
+    byte = lax.shift_right_logical(word, shift) & 255
+    return lax.bitcast_convert_type(lax.shift_left(byte, jnp.full_like(byte, 23)), F32)
+
+
+def _diagonal(x):
+    """[1, n] bfloat16 -> [groups, n]: row i holds x in its i-th 32 columns; rows of zeros up to a whole tile."""
+    groups = x.shape[1] // GROUP
+    shape = (max(groups, 16), x.shape[1])
+    here = lax.broadcasted_iota(I32, shape, 0) == lax.div(lax.broadcasted_iota(I32, shape, 1), GROUP)
+    return jnp.where(here, jnp.broadcast_to(x, shape), jnp.zeros((), x.dtype))

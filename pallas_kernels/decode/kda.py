@@ -1,0 +1,85 @@
+"""The KDA mixer of a layer: projections from the tape, convolutions, decay gate, delta rule, gated output.
+
+Heads are cut over the ranks. The state of the layer after the next KDA layer is on its way while this one computes.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.decode.collectives import Links
+from pallas_kernels.decode.core import BF16, F32, Core
+from pallas_kernels.decode.reference import decay, rms
+from pallas_kernels.decode.ring import Ring
+
+STATE = ("heads", "S", "conv")
+
+
+def mixer(core: Core, ring: Ring, links: Links, x, number, start) -> None:
+    """The output for x [B, D] of KDA layer `number` into `change`; its tiles begin at `start`."""
+    part, c = core.plan.tape.kda, core.config
+    h, K = c.share(c.kda.heads), c.kda.head_dim
+    projected = ring.product(part, start, "project", x)
+    u, gate, f = projected[:, : 3 * h * K], projected[:, 3 * h * K : 4 * h * K], projected[:, 4 * h * K :]
+    beta = jax.nn.sigmoid(ring.product(part, start, "beta", x))
+    z = ring.product(part, start, "decay", f)
+    _take_turns(core, number)
+    rows = [
+        [_head(core, lax.rem(number, 2), b, i, u.astype(BF16).astype(F32), gate, z, beta) for i in range(h)]
+        for b in range(c.rows)
+    ]
+    for name in ("S", "conv"):
+        core.store(name, number).start()
+    o = jnp.concatenate([jnp.concatenate(heads, axis=1) for heads in rows], axis=0)
+    links.start_sum("mixer_sum", ring.product(part, start, "output", o))
+    core.buffers.change[...] = links.finish_sum("mixer_sum")
+
+
+def _take_turns(core: Core, number) -> None:
+    """Wait for this layer's state, then start the next one's, whose place in VMEM the layer before has left."""
+    for name in STATE:
+        core.load(name, number).wait()
+
+    @pl.when(number >= 1)
+    def _():
+        for name in ("S", "conv"):
+            core.store(name, number - 1).wait()
+
+    @pl.when(number + 1 < len(core.config.kda_layers))
+    def _():
+        for name in STATE:
+            core.load(name, number + 1).start()
+
+
+def finish(core: Core) -> None:
+    """The last layer's state has arrived in HBM."""
+    for name in ("S", "conv"):
+        core.store(name, len(core.config.kda_layers) - 1).wait()
+
+
+def _head(core: Core, place, row: int, head: int, u, gate, z, beta):
+    """One head of one row: its gated output [1, K]. Updates S [K, V] and the convolutions' history in VMEM."""
+    c, b = core.config.kda, core.buffers
+    K, W, live = c.head_dim, c.conv_width, core.live(row)
+    of = lambda x, part=0: x[row : row + 1, (part * z.shape[1] + head * K) :][:, :K]  # noqa: E731
+    constants = b.heads[place, head]
+    history = jnp.concatenate([b.conv[place, row, head], *(of(u, i) for i in range(3))], axis=0)
+    taps = history * constants[: 3 * W]
+    q, k, v = (jax.nn.silu(sum(taps[3 * t + i : 3 * t + i + 1] for t in range(W))) for i in range(3))
+    q, k = (a * lax.rsqrt(jnp.sum(a * a, axis=1, keepdims=True) + 1e-6) for a in (q, k))
+    bias, rate, norm = (constants[3 * W + i : 3 * W + i + 1] for i in range(3))
+    a = jnp.exp(decay(of(z) + bias, rate, c.gate_lower_bound))
+    before = b.S[place, row, head]
+    S = _column(a) * before
+    error = v - jnp.sum(_column(k) * S, axis=0, keepdims=True)
+    S = S + _column(k) * (beta[row : row + 1, head : head + 1] * error)
+    o = jnp.sum(_column(q * K**-0.5) * S, axis=0, keepdims=True)
+    b.S[place, row, head] = jnp.where(live, S, before)
+    b.conv[place, row, head] = jnp.where(live, history[3:], history[:-3])
+    return rms(o, core.config.norm_eps) * norm * jax.nn.sigmoid(of(gate))
+
+
+def _column(row):
+    """[1, K] -> [K, V = K]: a channel of a key scales a row of the state."""
+    return jnp.broadcast_to(row, (row.shape[1], row.shape[1])).T

@@ -1,0 +1,175 @@
+"""The Gated MLA mixer of a layer, absorbed: attention of all heads to the cached latents themselves.
+
+Query and latent come from matrices whose outputs every rank needs (`mla_down`). Then each rank either attends with its own
+heads to the whole cache, or, with a cache that is cut over the ranks, with all heads to its tiles of it: queries travel,
+and sums with their peaks travel back and are merged by log-sum-exp.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.decode.collectives import Links
+from pallas_kernels.decode.config import LANES
+from pallas_kernels.decode.core import BF16, F32, I32, Core, pad_lanes
+from pallas_kernels.decode.plan import VECTORS
+from pallas_kernels.decode.reference import rms
+from pallas_kernels.decode.ring import Ring
+
+SUBLANES = 16  # rows of a bfloat16 tile: the least that can be written back
+LOWEST = -1e30
+
+
+def mixer(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> None:
+    """The output for x [B, D] of MLA layer `number` into `change`; its tiles begin at `start`."""
+    part, c = core.plan.tape.mla, core.config
+    h = c.share(c.mla.heads)
+    down = ring.product(part, start, "down", x)
+    links.start("mla_down", pad_lanes(down, core.plan.exchanges["mla_down"].shape[1]))
+    gate = ring.product(part, start, "gate", x)
+    query, latent = _finish_down(core, links, vectors)
+    q = ring.product(part, start, "query", query).astype(BF16)
+    queries = [_query(core, ring, start, q, head) for head in range(h)]
+    queries = jnp.concatenate([query[b : b + 1] for b in range(c.rows) for query in queries], axis=0)
+    if c.cache_ranks > 1:
+        context = _over_ranks(core, links, queries, latent, number)
+    else:
+        context = _normalised(_attend(core, queries, latent, number, 0))
+    o = [
+        ring.product(part, start, f"value_{head}", _rows(context, head, h, c.rows)[:, : c.mla.kv_rank])
+        for head in range(h)
+    ]
+    o = jnp.concatenate(o, axis=1) * jax.nn.sigmoid(gate)
+    links.start_sum("mixer_sum", ring.product(part, start, "output", o))
+    core.buffers.change[...] = links.finish_sum("mixer_sum")
+
+
+def _rows(x, head: int, heads: int, rows: int):
+    """Of [rows * heads, n] those of one head."""
+    return jnp.concatenate([x[b * heads + head : b * heads + head + 1] for b in range(rows)], axis=0)
+
+
+def _finish_down(core: Core, links: Links, vectors):
+    """(normed query [B, Q], latent row of the cache [B, key_width]), both bfloat16."""
+    c = core.config
+    s, own = c.mla, c.share(c.mla.q_rank)
+    links.finish("mla_down")
+    query = links.gathered("mla_down", own)
+    latent = links.gathered("mla_down", c.share(s.kv_rank + s.pe), own)
+    weight = lambda name, width: vectors[VECTORS.index(name) : VECTORS.index(name) + 1, :width]  # noqa: E731
+    query = rms(query, s.norm_eps) * weight("q_norm", s.q_rank)
+    normed = rms(latent[:, : s.kv_rank], s.norm_eps) * weight("kv_norm", s.kv_rank)
+    row = jnp.concatenate([normed, latent[:, s.kv_rank :]], axis=1)
+    return query.astype(BF16), pad_lanes(row, c.key_width).astype(BF16)
+
+
+def _query(core: Core, ring: Ring, start, q, head: int):
+    """One head's query over latents and the extra key: [B, key_width]."""
+    c = core.config
+    s, h = c.mla, c.share(c.mla.heads)
+    nope = q[:, head * s.nope : (head + 1) * s.nope]
+    pe = q[:, h * s.nope + head * s.pe : h * s.nope + (head + 1) * s.pe]
+    absorbed = ring.product(core.plan.tape.mla, start, f"absorb_{head}", nope).astype(BF16)
+    return pad_lanes(jnp.concatenate([absorbed, pe], axis=1), c.key_width)
+
+
+def _over_ranks(core: Core, links: Links, queries, latent, number):
+    """Attention with every rank's part of the cache: contexts [B h, C] of this rank's heads."""
+    c = core.config
+    h, N = c.share(c.mla.heads), c.ranks
+    links.start("queries", queries)
+    buffer = links.finish("queries")
+    all_heads = [buffer[n, b * h : (b + 1) * h, :] for b in range(c.rows) for n in range(N)]
+    sums = _attend(core, jnp.concatenate(all_heads, axis=0), latent, number, core.rank)
+    of_rank = lambda n: [sums[(b * N + n) * h : (b * N + n + 1) * h] for b in range(c.rows)]  # noqa: E731
+    links.start_each("contexts", [jnp.concatenate(of_rank(n), axis=0) for n in range(N)])
+    buffer = links.finish("contexts")
+    parts = [buffer[n] for n in range(N)]
+    C = c.mla.kv_rank
+    peak = parts[0][:, C : C + 1]
+    for part in parts[1:]:
+        peak = jnp.maximum(peak, part[:, C : C + 1])
+    scaled = [part * jnp.exp(part[:, C : C + 1] - peak) for part in parts]
+    return _normalised(sum(scaled[1:], scaled[0]))
+
+
+def _normalised(sums):
+    """[rows, C] from sums [rows, C | peak, weight, ...]."""
+    C = sums.shape[1] - LANES
+    return (sums[:, :C] / sums[:, C + 1 : C + 2]).astype(BF16)
+
+
+def _attend(core: Core, queries, latent, number, first):
+    """Attention of all rows' heads [B HQ, key_width] to this rank's tiles, tile number `first` and every cache_ranks-th after it.
+
+    Returns [B HQ, C + 128]: the sum of exp(score - peak) times latents, the peak, the sum of exp(score - peak). The new
+    `latent` [B, key_width] joins the cache of its rank.
+    """
+    c = core.config
+    heads = c.query_heads
+    for row in range(c.rows):
+        q = queries[row * heads : (row + 1) * heads]
+        place = slice(row * heads, (row + 1) * heads)
+        core.buffers.contexts[place] = _attend_row(core, q, latent[row : row + 1], number, row, first)
+    return core.buffers.contexts[...]
+
+
+def _attend_row(core: Core, q, latent, number, row: int, first):
+    c, b = core.config, core.buffers
+    size, C, heads = c.blocks.cache_rows, c.mla.kv_rank, len(q)
+    position = core.position[row]
+    newest = lax.div(position, size)  # the tile of the new token
+    count = jnp.where(position < 0, 0, lax.div(newest + c.cache_ranks - first, c.cache_ranks))
+
+    def copy(j):
+        source = core.caches.latent.at[number, row, pl.ds(pl.multiple_of(j * size, size), size)]
+        return pltpu.make_async_copy(source, b.latent.at[lax.rem(j, 2)], core.semaphores.latent.at[lax.rem(j, 2)])
+
+    @pl.when(count > 0)
+    def _():
+        copy(0).start()
+
+    def one(j, carry):
+        peak, weight, context = carry
+        copy(j).wait()
+
+        @pl.when(j + 1 < count)
+        def _():
+            copy(j + 1).start()
+
+        tile = j * c.cache_ranks + first
+
+        @pl.when(tile == newest)
+        def _():
+            _append(core, latent, number, row, j, lax.rem(position, size))
+
+        keys = b.latent[lax.rem(j, 2)]
+        s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), preferred_element_type=F32) * c.mla.scale
+        s = jnp.where(tile * size + lax.broadcasted_iota(I32, s.shape, 1) <= position, s, LOWEST)
+        top = jnp.maximum(peak, jnp.max(s, axis=1, keepdims=True))
+        p, shrink = jnp.exp(s - top), jnp.exp(peak - top)
+        weight = shrink * weight + jnp.sum(p, axis=1, keepdims=True)
+        values = jnp.dot(p.astype(BF16), keys[:, :C], preferred_element_type=F32)
+        return top, weight, shrink * context + values
+
+    zero = jnp.zeros((heads, 1), F32)
+    peak, weight, context = lax.fori_loop(0, count, one, (zero + LOWEST, zero, jnp.zeros((heads, C), F32)))
+    lane = lax.broadcasted_iota(I32, (heads, LANES), 1)
+    tail = jnp.where(lane == 0, peak, jnp.where(lane == 1, weight, 0.0))
+    return jnp.concatenate([context, tail], axis=1)
+
+
+def _append(core: Core, latent, number, row: int, tile, offset) -> None:
+    """Put the new token into a tile in VMEM, and what changed of it back to HBM."""
+    b, size = core.buffers, core.config.blocks.cache_rows
+    place = lax.rem(tile, 2)
+    keys = b.latent[place]
+    here = lax.broadcasted_iota(I32, keys.shape, 0) == offset
+    b.latent[place] = jnp.where(here, jnp.broadcast_to(latent, keys.shape), keys)
+    group = pl.multiple_of(lax.div(offset, SUBLANES) * SUBLANES, SUBLANES)
+    target = core.caches.latent.at[number, row, pl.ds(pl.multiple_of(tile * size + group, SUBLANES), SUBLANES)]
+    back = pltpu.make_async_copy(b.latent.at[place, pl.ds(group, SUBLANES)], target, core.semaphores.latent_back.at[0])
+    back.start()
+    back.wait()

@@ -1,0 +1,99 @@
+"""The ring: tiles of the weight tape on their way through VMEM, and products with the matrices that they hold.
+
+Tile t stands in bank t mod `banks`. Its last use starts the copy of tile t + banks into the same bank, whatever layer
+that belongs to: the memory is busy across layers and across exchanges.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.decode.core import BF16, F32, Core, pad_lanes, pad_rows
+from pallas_kernels.decode.tape import SUBLANES, Block, Part, Piece
+
+
+@dataclass(frozen=True)
+class Ring:
+    core: Core
+
+    def copy(self, tile):
+        bank = lax.rem(tile, self.core.config.blocks.banks)
+        core = self.core
+        return pltpu.make_async_copy(core.weights.tape.at[tile], core.buffers.banks.at[bank], core.semaphores.ring.at[bank])
+
+    def prime(self) -> None:
+        """Start the first tiles of a step."""
+
+        @pl.loop(0, self.core.config.blocks.banks)
+        def _(tile):
+            self.copy(tile).start()
+
+    def product(self, part: Part, start, name: str, x):
+        """x [B, depth] times the matrix `name` [depth, width] of a part that begins at tile `start`: [B, width] in float32.
+
+        Matrices of a part must be used in their order, each once: products wait for tiles and let them go.
+        """
+        blocks = part.of(name)
+        matrix = blocks[0].matrix
+        x = x.astype(BF16)
+        if matrix.transposed:
+            return self._transposed(blocks, start, x)[: len(x), : matrix.width]
+        columns = [self._block(block, start, x) for block in blocks]
+        return _joined(columns)[:, : matrix.width]
+
+    def _block(self, block: Block, start, x):
+        """[B, cols]: `fold` pieces of x as rows, of whose product with the block the diagonal counts."""
+        B = len(x)
+        lhs = _folded(x, block)
+        total = None
+        for piece in block.pieces:
+            rows = lhs[:, piece.start : piece.start + piece.rows]
+            term = jnp.dot(rows, self._use(piece, start), preferred_element_type=F32)
+            self._release(piece, start)
+            total = term if total is None else total + term
+        parts = [total[i * B : (i + 1) * B, i * block.cols : (i + 1) * block.cols] for i in range(block.fold)]
+        return sum(parts[1:], parts[0])
+
+    def _transposed(self, blocks: tuple[Block, ...], start, x):
+        lhs, total = pad_rows(x, SUBLANES), None
+        for block in blocks:
+            (piece,) = block.pieces
+            columns = lhs[:, block.column : block.column + block.cols]
+            term = lax.dot_general(
+                columns, self._use(piece, start), (((1,), (1,)), ((), ())), preferred_element_type=F32
+            )
+            self._release(piece, start)
+            total = term if total is None else total + term
+        return total
+
+    def _use(self, piece: Piece, start):
+        tile = start + piece.tile
+        if piece.first:
+            self.copy(tile).wait()
+        bank = lax.rem(tile, self.core.config.blocks.banks)
+        return self.core.buffers.banks[bank, piece.row : piece.row + piece.rows, :]
+
+    def _release(self, piece: Piece, start) -> None:
+        """Only the head's last tiles have no successor, and its start is a number."""
+        following = start + piece.tile + self.core.config.blocks.banks
+        ended = isinstance(following, int) and following >= self.core.plan.tape.tiles
+        if piece.last and not ended:
+            self.copy(following).start()
+
+
+def _folded(x, block: Block):
+    """[fold B, depth] from x [B, K], rows of zeros up to a whole tile."""
+    x = pad_lanes(x, block.fold * block.depth)
+    parts = [x[:, i * block.depth : (i + 1) * block.depth] for i in range(block.fold)]
+    return pad_rows(_stacked(parts), SUBLANES)
+
+
+def _stacked(parts: list):
+    return jnp.concatenate(parts, axis=0) if len(parts) > 1 else parts[0]
+
+
+def _joined(parts: list):
+    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
