@@ -14,8 +14,10 @@ def to_ranks(plan: Plan, caches: Caches) -> dict[str, Array]:
     S = _cut_heads(caches.S, 2, c.ranks)
     conv = jnp.moveaxis(caches.conv, 4, 2)  # [layers, B, H, W - 1, 3, K]
     conv = _cut_heads(conv.reshape(*conv.shape[:3], -1, conv.shape[-1]), 2, c.ranks)
+    rows = plan.caches["conv"].shape[3] - conv.shape[4]
+    conv = jnp.pad(conv, ((0, 0),) * 4 + ((0, rows), (0, 0)))
     extra = c.key_width - caches.latent.shape[-1]
-    latent = jnp.pad(caches.latent, ((0, 0), (0, 0), (0, 0), (0, extra))).astype(jnp.bfloat16)
+    latent = jnp.pad(caches.latent, ((0, 0), (0, 0), (0, 0), (0, extra))).astype(c.dtype)
     latent = _tiles(c, latent)
     latent = jnp.moveaxis(latent, 3, 0).reshape(c.cache_ranks, *plan.caches["latent"].shape)
     return {"S": S, "conv": conv, "latent": jnp.tile(latent, (c.ranks // c.cache_ranks, 1, 1, 1, 1))}
@@ -26,7 +28,8 @@ def from_ranks(plan: Plan, ranks: dict[str, Array]) -> Caches:
     c = plan.config
     S, conv = (jnp.moveaxis(ranks[name], 0, 2) for name in ("S", "conv"))  # [layers, B, N, h, ...]
     S, conv = (x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in (S, conv))
-    conv = conv.reshape(*conv.shape[:3], -1, 3, conv.shape[-1])
+    past = 3 * (c.kda.conv_width - 1)
+    conv = conv[:, :, :, :past].reshape(*conv.shape[:3], -1, 3, conv.shape[-1])
     latent = ranks["latent"][: c.cache_ranks].astype(jnp.float32)
     latent = latent.reshape(*latent.shape[:3], -1, c.blocks.cache_rows, c.key_width)
     latent = jnp.moveaxis(latent, 0, 3)  # [layers, B, tiles of a rank, ranks, rows, width]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from pallas_kernels.decode import experts, router
 from pallas_kernels.decode.collectives import Links
 from pallas_kernels.decode.config import LANES, round_up
-from pallas_kernels.decode.core import BF16, F32, Core, pad_lanes
+from pallas_kernels.decode.core import Core, pad_lanes
 from pallas_kernels.decode.plan import VECTORS
 from pallas_kernels.decode.reference import rms, situ
 from pallas_kernels.decode.ring import Ring
@@ -38,7 +38,7 @@ def latent_moe(core: Core, ring: Ring, links: Links, scalars, x, vectors, number
     routed = experts.finish(core, number, scalars.chosen, scalars.weights, z)
     links.start_sum("latent_sum", routed)
     u = rms(links.finish_sum("latent_sum"), c.norm_eps) * vector("latent_norm", c.moe.latent)
-    y = _rounded(ring.product(part, start, "up", u)) + _rounded(shared)
+    y = core.round(ring.product(part, start, "up", u)) + core.round(shared)
     links.start("hidden", pad_lanes(y, core.plan.exchanges["hidden"].shape[1]))
     links.finish("hidden")
     core.buffers.change[...] = links.gathered("hidden", c.share(c.hidden))
@@ -52,9 +52,5 @@ def _route(core: Core, ring: Ring, x, start):
     logits = ring.product(part, start, "router", x)
     gate, up, z = projected[:, :width], projected[:, width : 2 * width], projected[:, 2 * width :]
     hidden = situ(gate, up, c.situ_beta, c.situ_linear_beta)
-    parts = zip((logits, _rounded(z), _rounded(hidden)), core.plan.route_lanes, strict=True)
+    parts = zip((logits, core.round(z), core.round(hidden)), core.plan.route_lanes, strict=True)
     return jnp.concatenate([pad_lanes(value, lanes) for value, lanes in parts], axis=1)
-
-
-def _rounded(x):
-    return x.astype(BF16).astype(F32)

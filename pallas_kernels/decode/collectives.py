@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.decode.core import BF16, F32
+from pallas_kernels.decode.core import F32
 from pallas_kernels.decode.plan import Plan
 
 
@@ -79,8 +79,8 @@ class Links:
         return jnp.concatenate([buffer[n, :, lane : lane + width] for n in range(self.ranks)], axis=1)
 
     def start_sum(self, name: str, part) -> None:
-        """Send a partial sum [B, D], rounded to bfloat16."""
-        self.start(name, halves(part.astype(BF16)))
+        """Send a partial sum [B, D], rounded."""
+        self.start(name, halves(part.astype(self.plan.config.dtype)))
 
     def finish_sum(self, name: str):
         """The sum [B, D] of all ranks' parts, in float32."""

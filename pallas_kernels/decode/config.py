@@ -8,6 +8,10 @@ E experts, k of them per token, L latent width, F expert width, S tokens.
 from dataclasses import dataclass
 from math import prod
 
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
 LANES = 128
 
 
@@ -82,7 +86,8 @@ class Blocks:
 @dataclass(frozen=True)
 class DecodeConfig:
     """`capacity` is in tokens per row. `cache_ranks`: over how many ranks a row's latent cache is cut, 1 (each rank holds
-    all of it: two exchanges fewer per MLA layer) or all of them."""
+    all of it: two exchanges fewer per MLA layer) or all of them. `dtype` is that of dense weights, activations and
+    partial sums; float32 is for tests."""
 
     hidden: int
     vocab: int
@@ -100,6 +105,7 @@ class DecodeConfig:
     capacity: int
     cache_ranks: int
     blocks: Blocks
+    dtype: DTypeLike = jnp.bfloat16
 
     def __post_init__(self):
         self._check_cut("hidden", self.hidden)
@@ -131,6 +137,11 @@ class DecodeConfig:
 
     def _check_cut(self, name: str, value: int) -> None:
         _require(value % self.ranks == 0, name, value, f"a multiple of ranks = {self.ranks}")
+
+    @property
+    def precision(self) -> lax.Precision:
+        """Of products: a TPU's default for float32 would be one pass of bfloat16."""
+        return lax.Precision.HIGHEST if self.dtype == jnp.float32 else lax.Precision.DEFAULT
 
     def share(self, size: int) -> int:
         """What one rank holds of so many."""

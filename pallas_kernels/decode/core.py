@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.decode.config import DecodeConfig
 from pallas_kernels.decode.plan import Plan
 
-BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+F32, I32 = jnp.float32, jnp.int32
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Core:
     @property
     def config(self) -> DecodeConfig:
         return self.plan.config
+
+    def round(self, x):
+        """To the dtype of activations and back."""
+        return x.astype(self.config.dtype).astype(F32)
 
     def load(self, name: str, index):
         """Array `index` of a stack in HBM, into one of its two places in VMEM."""

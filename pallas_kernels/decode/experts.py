@@ -10,8 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.decode.core import BF16, F32, I32, Core
-from pallas_kernels.decode.record import GROUP, SCALES, Record
+from pallas_kernels.decode.config import DecodeConfig
+from pallas_kernels.decode.core import F32, I32, Core
+from pallas_kernels.decode.record import GROUP, SCALES
 from pallas_kernels.decode.reference import situ
 
 
@@ -47,9 +48,9 @@ def finish(core: Core, layer, chosen, weights, z):
         copy(core, layer, _pick(core, chosen, j), slot).wait()
         mine = z if c.rows == 1 else jnp.sum(jnp.where(row_of == row, z, 0.0), axis=0, keepdims=True)
         words = core.buffers.experts.at[slot]
-        hidden = _up(c, record, words, mine.astype(BF16))
+        hidden = _up(core, words, mine.astype(c.dtype))
         gate, up = hidden[:, : record.expert], hidden[:, record.expert :]
-        y = _down(record, words, situ(gate, up, c.situ_beta, c.situ_linear_beta).astype(BF16))
+        y = _down(core, words, situ(gate, up, c.situ_beta, c.situ_linear_beta).astype(c.dtype))
 
         @pl.when(j + slots < count)
         def _():
@@ -60,15 +61,16 @@ def finish(core: Core, layer, chosen, weights, z):
     return lax.fori_loop(0, count, one, jnp.zeros((c.rows, record.latent), F32))
 
 
-def _up(c, record: Record, words, z):
+def _up(core: Core, words, z):
     """Gate and up for z [1, L]: [1, 2F]."""
+    c, record = core.config, core.plan.record
     total = jnp.zeros((1, 2 * record.expert), F32)
     columns = c.blocks.expert_columns
     for start in range(0, record.latent, columns):
-        codes = _values(words[: record.up_rows, start : start + columns])
-        sums = lax.dot_general(
-            _diagonal(z[:, start : start + columns]), codes, (((1,), (1,)), ((), ())), preferred_element_type=F32
-        )
+        codes = _values(c, words[: record.up_rows, start : start + columns])
+        x = _diagonal(z[:, start : start + columns])
+        dimensions = (((1,), (1,)), ((), ()))
+        sums = lax.dot_general(x, codes, dimensions, precision=c.precision, preferred_element_type=F32)
         first = start // (GROUP * SCALES)
         scales = [_scales(words, *record.chunk_at(first + i), 2 * record.expert) for i in range(columns // 128)]
         scales = jnp.concatenate(scales, axis=0) if len(scales) > 1 else scales[0]
@@ -76,21 +78,23 @@ def _up(c, record: Record, words, z):
     return total
 
 
-def _down(record: Record, words, hidden):
+def _down(core: Core, words, hidden):
     """w2 for hidden [1, F]: [1, L]."""
+    record = core.plan.record
     F, groups = record.expert, record.expert // GROUP
     top = record.up_rows + -(-record.down_rows // 8) * 8  # whole tiles; what follows the codes is cut off again
-    codes = _values(words[record.up_rows : top, :])[:F]
-    sums = jnp.dot(_diagonal(hidden), codes, preferred_element_type=F32)
+    codes = _values(core.config, words[record.up_rows : top, :])[:F]
+    sums = jnp.dot(_diagonal(hidden), codes, precision=core.config.precision, preferred_element_type=F32)
     rows = range(record.down_scale_start, record.down_scale_start + -(-groups // SCALES))
     scales = [_scales(words, row, 0, record.latent) for row in rows]
     scales = (jnp.concatenate(scales, axis=0) if len(scales) > 1 else scales[0])[:groups]
     return jnp.sum(sums[:groups] * scales, axis=0, keepdims=True)
 
 
-def _values(words):
-    """int32 [R, lanes] -> the codes [8 R, lanes] as FP8."""
-    return pltpu.bitcast(words, jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
+def _values(c: DecodeConfig, words):
+    """int32 [R, lanes] -> the codes' values [8 R, lanes], exact in FP8, which the matrix unit multiplies with bfloat16."""
+    codes = pltpu.bitcast(words, jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
+    return codes.astype(F32) if c.dtype == F32 else codes
 
 
 def _scales(words, row: int, lane: int, width: int):

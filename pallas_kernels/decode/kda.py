@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.decode.collectives import Links
-from pallas_kernels.decode.core import BF16, F32, Core
+from pallas_kernels.decode.core import F32, Core
 from pallas_kernels.decode.reference import decay, rms
 from pallas_kernels.decode.ring import Ring
 
@@ -26,7 +26,7 @@ def mixer(core: Core, ring: Ring, links: Links, x, number, start) -> None:
     z = ring.product(part, start, "decay", f)
     _take_turns(core, number)
     rows = [
-        [_head(core, lax.rem(number, 2), b, i, u.astype(BF16).astype(F32), gate, z, beta) for i in range(h)]
+        [_head(core, lax.rem(number, 2), b, i, core.round(u), gate, z, beta) for i in range(h)]
         for b in range(c.rows)
     ]
     for name in ("S", "conv"):
@@ -64,7 +64,8 @@ def _head(core: Core, place, row: int, head: int, u, gate, z, beta):
     K, W, live = c.head_dim, c.conv_width, core.live(row)
     of = lambda x, part=0: x[row : row + 1, (part * z.shape[1] + head * K) :][:, :K]  # noqa: E731
     constants = b.heads[place, head]
-    history = jnp.concatenate([b.conv[place, row, head], *(of(u, i) for i in range(3))], axis=0)
+    past = 3 * (W - 1)
+    history = jnp.concatenate([b.conv[place, row, head, :past], *(of(u, i) for i in range(3))], axis=0)
     taps = history * constants[: 3 * W]
     q, k, v = (jax.nn.silu(sum(taps[3 * t + i : 3 * t + i + 1] for t in range(W))) for i in range(3))
     q, k = (a * lax.rsqrt(jnp.sum(a * a, axis=1, keepdims=True) + 1e-6) for a in (q, k))
@@ -76,7 +77,7 @@ def _head(core: Core, place, row: int, head: int, u, gate, z, beta):
     S = S + _column(k) * (beta[row : row + 1, head : head + 1] * error)
     o = jnp.sum(_column(q * K**-0.5) * S, axis=0, keepdims=True)
     b.S[place, row, head] = jnp.where(live, S, before)
-    b.conv[place, row, head] = jnp.where(live, history[3:], history[:-3])
+    b.conv[place, row, head, :past] = jnp.where(live, history[3:], history[:past])
     return rms(o, core.config.norm_eps) * norm * jax.nn.sigmoid(of(gate))
 
 

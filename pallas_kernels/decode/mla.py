@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode.collectives import Links
 from pallas_kernels.decode.config import LANES
-from pallas_kernels.decode.core import BF16, F32, I32, Core, pad_lanes
+from pallas_kernels.decode.core import F32, I32, Core, pad_lanes
 from pallas_kernels.decode.plan import VECTORS
 from pallas_kernels.decode.reference import rms
 from pallas_kernels.decode.ring import Ring
@@ -30,15 +30,17 @@ def mixer(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> No
     links.start("mla_down", pad_lanes(down, core.plan.exchanges["mla_down"].shape[1]))
     gate = ring.product(part, start, "gate", x)
     query, latent = _finish_down(core, links, vectors)
-    q = ring.product(part, start, "query", query).astype(BF16)
+    q = ring.product(part, start, "query", query).astype(c.dtype)
     queries = [_query(core, ring, start, q, head) for head in range(h)]
     queries = jnp.concatenate([query[b : b + 1] for b in range(c.rows) for query in queries], axis=0)
     if c.cache_ranks > 1:
         context = _over_ranks(core, links, queries, latent, number)
     else:
-        context = _normalised(_attend(core, queries, latent, number, 0))
+        context = _attend(core, queries, latent, number, 0)
+    C = c.mla.kv_rank
+    context = context[:, :C] / context[:, C + 1 : C + 2]
     o = [
-        ring.product(part, start, f"value_{head}", _rows(context, head, h, c.rows)[:, : c.mla.kv_rank])
+        ring.product(part, start, f"value_{head}", _rows(context, head, h, c.rows))
         for head in range(h)
     ]
     o = jnp.concatenate(o, axis=1) * jax.nn.sigmoid(gate)
@@ -52,7 +54,7 @@ def _rows(x, head: int, heads: int, rows: int):
 
 
 def _finish_down(core: Core, links: Links, vectors):
-    """(normed query [B, Q], latent row of the cache [B, key_width]), both bfloat16."""
+    """(normed query [B, Q], latent row of the cache [B, key_width]), both rounded."""
     c = core.config
     s, own = c.mla, c.share(c.mla.q_rank)
     links.finish("mla_down")
@@ -62,7 +64,7 @@ def _finish_down(core: Core, links: Links, vectors):
     query = rms(query, s.norm_eps) * weight("q_norm", s.q_rank)
     normed = rms(latent[:, : s.kv_rank], s.norm_eps) * weight("kv_norm", s.kv_rank)
     row = jnp.concatenate([normed, latent[:, s.kv_rank :]], axis=1)
-    return query.astype(BF16), pad_lanes(row, c.key_width).astype(BF16)
+    return query.astype(c.dtype), pad_lanes(row, c.key_width).astype(c.dtype)
 
 
 def _query(core: Core, ring: Ring, start, q, head: int):
@@ -71,12 +73,12 @@ def _query(core: Core, ring: Ring, start, q, head: int):
     s, h = c.mla, c.share(c.mla.heads)
     nope = q[:, head * s.nope : (head + 1) * s.nope]
     pe = q[:, h * s.nope + head * s.pe : h * s.nope + (head + 1) * s.pe]
-    absorbed = ring.product(core.plan.tape.mla, start, f"absorb_{head}", nope).astype(BF16)
+    absorbed = ring.product(core.plan.tape.mla, start, f"absorb_{head}", nope).astype(c.dtype)
     return pad_lanes(jnp.concatenate([absorbed, pe], axis=1), c.key_width)
 
 
 def _over_ranks(core: Core, links: Links, queries, latent, number):
-    """Attention with every rank's part of the cache: contexts [B h, C] of this rank's heads."""
+    """Attention with every rank's part of the cache: sums as `_attend` has them, for this rank's heads."""
     c = core.config
     h, N = c.share(c.mla.heads), c.ranks
     links.start("queries", queries)
@@ -92,13 +94,7 @@ def _over_ranks(core: Core, links: Links, queries, latent, number):
     for part in parts[1:]:
         peak = jnp.maximum(peak, part[:, C : C + 1])
     scaled = [part * jnp.exp(part[:, C : C + 1] - peak) for part in parts]
-    return _normalised(sum(scaled[1:], scaled[0]))
-
-
-def _normalised(sums):
-    """[rows, C] from sums [rows, C | peak, weight, ...]."""
-    C = sums.shape[1] - LANES
-    return (sums[:, :C] / sums[:, C + 1 : C + 2]).astype(BF16)
+    return sum(scaled[1:], scaled[0])
 
 
 def _attend(core: Core, queries, latent, number, first):
@@ -146,12 +142,13 @@ def _attend_row(core: Core, q, latent, number, row: int, first):
             _append(core, latent, number, row, j, lax.rem(position, size))
 
         keys = b.latent[lax.rem(j, 2)]
-        s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), preferred_element_type=F32) * c.mla.scale
+        s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), precision=c.precision, preferred_element_type=F32)
+        s = s * c.mla.scale
         s = jnp.where(tile * size + lax.broadcasted_iota(I32, s.shape, 1) <= position, s, LOWEST)
         top = jnp.maximum(peak, jnp.max(s, axis=1, keepdims=True))
         p, shrink = jnp.exp(s - top), jnp.exp(peak - top)
         weight = shrink * weight + jnp.sum(p, axis=1, keepdims=True)
-        values = jnp.dot(p.astype(BF16), keys[:, :C], preferred_element_type=F32)
+        values = jnp.dot(p.astype(c.dtype), keys[:, :C], precision=c.precision, preferred_element_type=F32)
         return top, weight, shrink * context + values
 
     zero = jnp.zeros((heads, 1), F32)

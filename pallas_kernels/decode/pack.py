@@ -6,7 +6,6 @@ Weights come by canonical name as `reference.step` takes them, the routed expert
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 
 from pallas_kernels.decode.config import LANES, DecodeConfig, round_up
@@ -14,7 +13,6 @@ from pallas_kernels.decode.plan import VECTORS, Plan
 from pallas_kernels.decode.record import GROUP, PER_WORD, SCALES, Record
 from pallas_kernels.decode.tape import Block, Part
 
-BF16 = ml_dtypes.bfloat16
 Named = Mapping[str, np.ndarray]
 
 
@@ -33,18 +31,18 @@ class PackError(ValueError):
 # The tape
 
 
-def fill(part: Part, matrices: Mapping[str, np.ndarray], tile_rows: int, tile_cols: int) -> np.ndarray:
+def fill(part: Part, matrices: Mapping[str, np.ndarray], tile_rows: int, tile_cols: int, dtype) -> np.ndarray:
     """The tiles of a part [tiles, tile_rows, tile_cols]. `matrices` [depth, width] by name."""
-    tape = np.zeros((part.tiles, tile_rows, tile_cols), BF16)
+    tape = np.zeros((part.tiles, tile_rows, tile_cols), dtype)
     for block in part.blocks:
         name, weight = block.matrix.name, matrices[block.matrix.name]
         expected = (block.matrix.depth, block.matrix.width)
         if weight.shape != expected:
             raise PackError(f"{name} has shape {weight.shape}: expected {expected}")
         rows = _rows(block, weight, tile_cols)
-        stored = rows.astype(BF16)
+        stored = rows.astype(dtype)
         if not np.array_equal(stored.astype(rows.dtype), rows):
-            raise PackError(f"{name} holds values that bfloat16 has not: expected weights of a bfloat16 checkpoint")
+            raise PackError(f"{name} holds values that {np.dtype(dtype)} has not: expected weights of a checkpoint of that type")
         for piece in block.pieces:
             tape[piece.tile, piece.row : piece.row + piece.rows] = stored[piece.start : piece.start + piece.rows]
     return tape
@@ -122,7 +120,7 @@ class Packer:
     def tape(self, named: Named) -> np.ndarray:
         """[tiles, tile_rows, tile_cols] of the whole step."""
         tape, blocks, parts = self.plan.tape, self.config.blocks, []
-        tiles = lambda part, matrices: fill(part, matrices, blocks.tile_rows, blocks.tile_cols)  # noqa: E731
+        tiles = lambda part, matrices: fill(part, matrices, blocks.tile_rows, blocks.tile_cols, self.config.dtype)  # noqa: E731
         for layer, kind in enumerate(self.config.layers):
             mixer, channels = tape.parts(kind)
             name = "mla" if kind.mla else "kda"
@@ -181,7 +179,7 @@ class Packer:
         return out
 
     def embed(self, named: Named) -> np.ndarray:
-        out = np.zeros(self.plan.weights["embed"].shape, BF16)
+        out = np.zeros(self.plan.weights["embed"].shape, self.config.dtype)
         share = self.cut(named["embed"], 1)
         out.reshape(len(out), -1)[:, : share.shape[1]] = share
         return out

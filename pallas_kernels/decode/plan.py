@@ -16,7 +16,7 @@ from pallas_kernels.decode.tape import Tape
 
 VECTORS = ("attn_norm", "ffn_norm", "latent_norm", "router_bias", "q_norm", "kv_norm")
 VECTOR_ROWS = 8
-BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+F32, I32 = jnp.float32, jnp.int32
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ class Plan:
 
     @cached_property
     def exchanges(self) -> dict[str, Exchange]:
-        """By name. Partial sums travel as bfloat16 in two halves of rows, parts of vectors as float32."""
+        """By name. Partial sums travel in `dtype` and two halves of rows, parts of vectors as float32."""
         c, share = self.config, self.config.share
         B, heads = c.rows, share(c.mla.heads)
         route = sum(self.route_lanes)
         down = share(c.mla.q_rank) + share(c.mla.kv_rank + c.mla.pe)
         every = (
             Exchange("hidden", (B, round_up(share(c.hidden), LANES)), F32),
-            Exchange("mixer_sum", (2 * B, c.hidden // 2), BF16),
-            Exchange("dense_sum", (2 * B, c.hidden // 2), BF16),
+            Exchange("mixer_sum", (2 * B, c.hidden // 2), c.dtype),
+            Exchange("dense_sum", (2 * B, c.hidden // 2), c.dtype),
             Exchange("route", (B, route), F32),
-            Exchange("latent_sum", (2 * B, c.moe.latent // 2), BF16),
+            Exchange("latent_sum", (2 * B, c.moe.latent // 2), c.dtype),
             Exchange("mla_down", (B, round_up(down, LANES)), F32),
-            Exchange("queries", (B * heads, c.key_width), BF16),
+            Exchange("queries", (B * heads, c.key_width), c.dtype),
             Exchange("contexts", (B * heads, c.mla.kv_rank + LANES), F32, to_each=True),
             Exchange("token", (B, LANES), F32),
         )
@@ -111,12 +111,12 @@ class Plan:
         embed = round_up(c.share(D), 2 * LANES) // 2
         of = jax.ShapeDtypeStruct
         return {
-            "tape": of(self.tape.shape, BF16),
+            "tape": of(self.tape.shape, c.dtype),
             "experts": of((len(c.moe_layers), c.moe.experts, *self.record.shape), I32),
             "vectors": of((len(c.layers) + 1, VECTOR_ROWS, D), F32),
             "heads": of((len(c.kda_layers), h, round_up(3 * W + 3, 8), K), F32),
             "keys": of((c.attn_res_blocks, 2 * c.attn_res_block, D), F32),
-            "embed": of((c.vocab, 2, embed), BF16),
+            "embed": of((c.vocab, 2, embed), c.dtype),
         }
 
     @cached_property
@@ -127,8 +127,8 @@ class Plan:
         of = jax.ShapeDtypeStruct
         return {
             "S": of((len(c.kda_layers), B, h, K, K), F32),
-            "conv": of((len(c.kda_layers), B, h, 3 * (W - 1), K), F32),
-            "latent": of((len(c.mla_layers), B, c.cache_length, c.key_width), BF16),
+            "conv": of((len(c.kda_layers), B, h, round_up(3 * (W - 1), 8), K), F32),
+            "latent": of((len(c.mla_layers), B, c.cache_length, c.key_width), c.dtype),
         }
 
     @cached_property
@@ -158,15 +158,15 @@ class Plan:
         B, D, sites, of = c.rows, c.hidden, 2 * c.attn_res_block, jax.ShapeDtypeStruct
         weights, caches = self.weights, self.caches
         return {
-            "banks": of((b.banks, b.tile_rows, b.tile_cols), BF16),
+            "banks": of((b.banks, b.tile_rows, b.tile_cols), c.dtype),
             "experts": of((b.expert_slots, *self.record.shape), I32),
             "vectors": of((2, *weights["vectors"].shape[1:]), F32),
             "heads": of((2, *weights["heads"].shape[1:]), F32),
             "keys": of((2, *weights["keys"].shape[1:]), F32),
-            "embed": of((B, *weights["embed"].shape[1:]), BF16),
+            "embed": of((B, *weights["embed"].shape[1:]), c.dtype),
             "S": of((2, *caches["S"].shape[1:]), F32),
             "conv": of((2, *caches["conv"].shape[1:]), F32),
-            "latent": of((2, b.cache_rows, c.key_width), BF16),
+            "latent": of((2, b.cache_rows, c.key_width), c.dtype),
             "contexts": of((B * c.query_heads, c.mla.kv_rank + LANES), F32),
             "residual": of((B, D), F32),
             "change": of((B, D), F32),

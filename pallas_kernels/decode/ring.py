@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.decode.core import BF16, F32, Core, pad_lanes, pad_rows
+from pallas_kernels.decode.core import F32, Core, pad_lanes, pad_rows
 from pallas_kernels.decode.tape import SUBLANES, Block, Part, Piece
 
 
@@ -38,7 +38,7 @@ class Ring:
         """
         blocks = part.of(name)
         matrix = blocks[0].matrix
-        x = x.astype(BF16)
+        x = x.astype(self.core.config.dtype)
         if matrix.transposed:
             return self._transposed(blocks, start, x)[: len(x), : matrix.width]
         columns = [self._block(block, start, x) for block in blocks]
@@ -51,7 +51,7 @@ class Ring:
         total = None
         for piece in block.pieces:
             rows = lhs[:, piece.start : piece.start + piece.rows]
-            term = jnp.dot(rows, self._use(piece, start), preferred_element_type=F32)
+            term = self._dot(rows, self._use(piece, start), 0)
             self._release(piece, start)
             total = term if total is None else total + term
         parts = [total[i * B : (i + 1) * B, i * block.cols : (i + 1) * block.cols] for i in range(block.fold)]
@@ -62,12 +62,17 @@ class Ring:
         for block in blocks:
             (piece,) = block.pieces
             columns = lhs[:, block.column : block.column + block.cols]
-            term = lax.dot_general(
-                columns, self._use(piece, start), (((1,), (1,)), ((), ())), preferred_element_type=F32
-            )
+            term = self._dot(columns, self._use(piece, start), 1)
             self._release(piece, start)
             total = term if total is None else total + term
         return total
+
+    def _dot(self, x, weight, axis: int):
+        """Summed over `axis` of the weight."""
+        dimensions = (((1,), (axis,)), ((), ()))
+        return lax.dot_general(
+            x, weight, dimensions, precision=self.core.config.precision, preferred_element_type=F32
+        )
 
     def _use(self, piece: Piece, start):
         tile = start + piece.tile

@@ -1,6 +1,6 @@
 """The weight tape: the dense matrices of one rank, in the order in which a step uses them, as equal tiles.
 
-A tile is [tile_rows, tile_cols] of bfloat16. A matrix [K, N] becomes column blocks tile_cols wide and K rows high. What
+A tile is [tile_rows, tile_cols]. A matrix [K, N] becomes column blocks tile_cols wide and K rows high. What
 is left of its columns is folded, so that little is padding: a block `cols` wide is cut into `fold` = tile_cols / cols
 pieces of K / fold rows, which stand side by side; its product takes the pieces of x as rows and adds up the diagonal.
 A few rows [N, K] that multiply x from the other side (router, MLA's way down) stand transposed: chunks of tile_cols
