@@ -108,8 +108,8 @@ def _attend(core: Core, queries, latent, number, first):
     for row in range(c.rows):
         q = queries[row * heads : (row + 1) * heads]
         place = slice(row * heads, (row + 1) * heads)
-        core.buffers.contexts[place] = _attend_row(core, q, latent[row : row + 1], number, row, first)
-    return core.buffers.contexts[...]
+        core.buffers.attended[place] = _attend_row(core, q, latent[row : row + 1], number, row, first)
+    return core.buffers.attended[...]
 
 
 def _attend_row(core: Core, q, latent, number, row: int, first):

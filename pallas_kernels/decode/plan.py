@@ -167,7 +167,7 @@ class Plan:
             "S": of((2, *caches["S"].shape[1:]), F32),
             "conv": of((2, *caches["conv"].shape[1:]), F32),
             "latent": of((2, b.cache_rows, c.key_width), c.dtype),
-            "contexts": of((B * c.query_heads, c.mla.kv_rank + LANES), F32),
+            "attended": of((B * c.query_heads, c.mla.kv_rank + LANES), F32),
             "residual": of((B, D), F32),
             "change": of((B, D), F32),
             "bank": of((B, c.attn_res_blocks, D), F32),

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -55,10 +54,10 @@ def decode_step(plan: Plan, token: Int[Array, " B"], position: Int[Array, " B"],
 
 def _scratch(plan: Plan) -> list:
     """VMEM, SMEM and semaphores, in the order in which `_kernel` takes them."""
-    buffers = plan.buffers | plan.exchange_buffers
+    buffers = [*plan.buffers.values(), *plan.exchange_buffers.values()]
     dma, count = pltpu.SemaphoreType.DMA, len(plan.exchanges)
     return [
-        *(pltpu.VMEM(x.shape, x.dtype) for x in buffers.values()),
+        *(pltpu.VMEM(x.shape, x.dtype) for x in buffers),
         *(pltpu.SMEM(plan.buffers[name].shape, plan.buffers[name].dtype) for name in ("chosen", "weights")),
         *(dma((size,)) for size in semaphores(plan).values()),
         dma((count,)),
