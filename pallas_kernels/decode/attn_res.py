@@ -1,7 +1,8 @@
 """Block Attention Residuals (report §2.2) in their two-phase form (§5.4.2).
 
-At the first layer of a block the running sum r becomes a row of the bank, and phase 1 describes the bank to all 2S sites
-that will read it: peak of the scores, sum of exp(score - peak), and the same sum of rows. A site then adds one source, r.
+At the first layer of a block the running sum r becomes a row of the bank, and phase 1 describes the bank to all 2S
+sites that will read it: peak of the scores, sum of exp(score - peak), and the same sum of rows. A site then adds one
+source, r.
 """
 
 import jax.numpy as jnp
@@ -53,7 +54,8 @@ def mix(core: Core, site):
     place = lax.rem(site, sites)
     key = b.keys[lax.rem(lax.div(site, sites), 2), pl.ds(place, 1), :]
     r = b.residual[...]
-    s = jnp.sum(r * key, axis=1, keepdims=True) * lax.rsqrt(jnp.mean(r * r, axis=1, keepdims=True) + core.config.norm_eps)
+    inverse_rms = lax.rsqrt(jnp.mean(r * r, axis=1, keepdims=True) + core.config.norm_eps)
+    s = jnp.sum(r * key, axis=1, keepdims=True) * inverse_rms
     peak, weight = b.summary_scores[place, :, :1], b.summary_scores[place, :, LANES : LANES + 1]
     top = jnp.maximum(peak, s)
     old, new = jnp.exp(peak - top), jnp.exp(s - top)

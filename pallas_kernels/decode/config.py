@@ -1,8 +1,8 @@
-"""What the decode megakernel is compiled for: a K3-family architecture, the ranks it is cut over, and its block sizes.
+"""What the decode megakernel is compiled for: a K3-family architecture, the ranks it is cut over, its block sizes.
 
-Letters, here and in all of the folder: B rows, D model width, N ranks, n an index of one; H heads of the model, h of one
-rank; K key width of KDA, W taps of its convolution; Q query rank, C latent rank, R extra key, V value width of MLA;
-E experts, k of them per token, L latent width, F expert width, S tokens.
+Letters, here and in all of the folder: B rows, D model width, N ranks, n an index of one; H heads of the model, h of
+one rank; K key width of KDA, W taps of its convolution; Q query rank, C latent rank, R extra key, V value width of
+MLA; E experts, k of them per token, L latent width, F expert width, S layers of an AttnRes block.
 """
 
 from dataclasses import dataclass
@@ -85,9 +85,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`capacity` is in tokens per row. `cache_ranks`: over how many ranks a row's latent cache is cut, 1 (each rank holds
-    all of it: two exchanges fewer per MLA layer) or all of them. `dtype` is that of dense weights, activations and
-    partial sums; float32 is for tests."""
+    """`capacity` is in tokens per row. `cache_ranks`: over how many ranks a row's latent cache is cut, 1 (each rank
+    holds all of it: two exchanges fewer per MLA layer) or all of them. `dtype` is that of dense weights, activations
+    and partial sums; float32 is for tests."""
 
     hidden: int
     vocab: int
@@ -131,7 +131,8 @@ class DecodeConfig:
         _require(1 <= self.rows <= 8, "rows", self.rows, "1 to 8")
         _require(self.cache_ranks in (1, self.ranks), "cache_ranks", self.cache_ranks, f"1 or ranks = {self.ranks}")
         tile = self.blocks.cache_rows * self.cache_ranks
-        _require(self.capacity % tile == 0, "capacity", self.capacity, f"a multiple of {tile}: whole tiles on all ranks")
+        expected = f"a multiple of {tile}: whole tiles on all ranks"
+        _require(self.capacity % tile == 0, "capacity", self.capacity, expected)
         widest = max(self.moe.latent, self.moe.experts, self.mla.q_rank, self.mla.kv_rank)
         _require(widest <= self.hidden, "hidden", self.hidden, f"at least {widest}, the longest vector of a layer")
 

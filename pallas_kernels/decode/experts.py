@@ -1,8 +1,8 @@
-"""Routed experts: records streamed from HBM, products with their four-bit codes, scales applied to sums over 32 inputs.
+"""Routed experts: records streamed from HBM, products with four-bit codes, scales applied to sums over 32 inputs.
 
-A product with MXFP4 weights is a sum over groups of 32 inputs, each with a scale per output. So x stands on the diagonal
-of a matrix with a row for each group, [groups, inputs], whose product with the codes (exact in FP8) is a sum per group
-and output: bfloat16 times code in float32. The scales, powers of two, then multiply exactly.
+A product with MXFP4 weights is a sum over groups of 32 inputs, each with a scale per output. So x stands on the
+diagonal of a matrix with a row for each group, [groups, inputs], whose product with the codes (exact in FP8) is a sum
+per group and output: bfloat16 times code in float32. The scales, powers of two, then multiply exactly.
 """
 
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ def _down(core: Core, words, hidden):
 
 
 def _values(c: DecodeConfig, words):
-    """int32 [R, lanes] -> the codes' values [8 R, lanes], exact in FP8, which the matrix unit multiplies with bfloat16."""
+    """int32 [R, lanes] -> the codes' values [8 R, lanes], exact in FP8: the matrix unit multiplies it with bfloat16."""
     codes = pltpu.bitcast(words, jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
     return codes.astype(F32) if c.dtype == F32 else codes
 

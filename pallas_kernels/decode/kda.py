@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.decode.collectives import Links
-from pallas_kernels.decode.core import F32, Core
+from pallas_kernels.decode.core import Core
 from pallas_kernels.decode.reference import decay, rms
 from pallas_kernels.decode.ring import Ring
 
@@ -26,8 +26,7 @@ def mixer(core: Core, ring: Ring, links: Links, x, number, start) -> None:
     z = ring.product(part, start, "decay", f)
     _take_turns(core, number)
     rows = [
-        [_head(core, lax.rem(number, 2), b, i, core.round(u), gate, z, beta) for i in range(h)]
-        for b in range(c.rows)
+        [_head(core, lax.rem(number, 2), b, i, core.round(u), gate, z, beta) for i in range(h)] for b in range(c.rows)
     ]
     for name in ("S", "conv"):
         core.store(name, number).start()

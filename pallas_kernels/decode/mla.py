@@ -1,8 +1,8 @@
 """The Gated MLA mixer of a layer, absorbed: attention of all heads to the cached latents themselves.
 
-Query and latent come from matrices whose outputs every rank needs (`mla_down`). Then each rank either attends with its own
-heads to the whole cache, or, with a cache that is cut over the ranks, with all heads to its tiles of it: queries travel,
-and sums with their peaks travel back and are merged by log-sum-exp.
+Query and latent come from matrices whose outputs every rank needs (`mla_down`). Then each rank either attends with its
+own heads to the whole cache, or, with a cache that is cut over the ranks, with all heads to its tiles of it: queries
+travel, and sums with their peaks travel back and are merged by log-sum-exp.
 """
 
 import jax
@@ -39,10 +39,7 @@ def mixer(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> No
         context = _attend(core, queries, latent, number, 0)
     C = c.mla.kv_rank
     context = context[:, :C] / context[:, C + 1 : C + 2]
-    o = [
-        ring.product(part, start, f"value_{head}", _rows(context, head, h, c.rows))
-        for head in range(h)
-    ]
+    o = [ring.product(part, start, f"value_{head}", _rows(context, head, h, c.rows)) for head in range(h)]
     o = jnp.concatenate(o, axis=1) * jax.nn.sigmoid(gate)
     links.start_sum("mixer_sum", ring.product(part, start, "output", o))
     core.buffers.change[...] = links.finish_sum("mixer_sum")
@@ -98,7 +95,7 @@ def _over_ranks(core: Core, links: Links, queries, latent, number):
 
 
 def _attend(core: Core, queries, latent, number, first):
-    """Attention of all rows' heads [B HQ, key_width] to this rank's tiles, tile number `first` and every cache_ranks-th after it.
+    """Attention of all rows' heads [B HQ, key_width] to this rank's tiles: number `first`, then every cache_ranks-th.
 
     Returns [B HQ, C + 128]: the sum of exp(score - peak) times latents, the peak, the sum of exp(score - peak). The new
     `latent` [B, key_width] joins the cache of its rank.

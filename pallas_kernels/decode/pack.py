@@ -18,7 +18,7 @@ Named = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class ExpertCodes:
-    """One projection of some experts as released: an E2M1 code per byte, [E, out, in], and E8M0 scales, [E, out, in / 32]."""
+    """One projection of experts as released: E2M1 codes, a byte each, [E, out, in]; E8M0 scales [E, out, in / 32]."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -42,7 +42,7 @@ def fill(part: Part, matrices: Mapping[str, np.ndarray], tile_rows: int, tile_co
         rows = _rows(block, weight, tile_cols)
         stored = rows.astype(dtype)
         if not np.array_equal(stored.astype(rows.dtype), rows):
-            raise PackError(f"{name} holds values that {np.dtype(dtype)} has not: expected weights of a checkpoint of that type")
+            raise PackError(f"{name} holds values that {np.dtype(dtype)} has not: expected a checkpoint of that type")
         for piece in block.pieces:
             tape[piece.tile, piece.row : piece.row + piece.rows] = stored[piece.start : piece.start + piece.rows]
     return tape

@@ -104,8 +104,9 @@ class Plan:
 
     @cached_property
     def weights(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Arrays of one rank. `vectors`: per layer rows in the order of VECTORS, and at last the final norm. `heads`: per head the taps of q, k, v, then
-        dt_bias, exp(A_log), o_norm. `keys`: per AttnRes block the keys of the sites that read its bank, in order."""
+        """Arrays of one rank. `vectors`: per layer rows in the order of VECTORS, and at last the final norm. `heads`:
+        per head the taps of q, k, v, then dt_bias, exp(A_log), o_norm. `keys`: per AttnRes block the keys of the sites
+        that read its bank, in order."""
         c = self.config
         D, h, K, W = c.hidden, c.share(c.kda.heads), c.kda.head_dim, c.kda.conv_width
         embed = round_up(c.share(D), 2 * LANES) // 2

@@ -4,8 +4,8 @@ int32 [rows, L], L the latent width, F the expert width of this rank:
 
     codes of gate and up   2F / 8 rows   word (i, l): nibble t is output 8 i + t of input l; gate's F outputs, then up's
     codes of down           F / 8 rows   word (i, l): nibble t is hidden channel 8 i + t of output l
-    scales of gate and up                a chunk of lanes holds four groups of 32 inputs: lane o, byte t is the E8M0 scale
-                                         of output o in group 4 i + t; chunks fill the lanes of a row, then the next row
+    scales of gate and up                a chunk of lanes holds four groups of 32 inputs: lane o, byte t is the E8M0
+                                         scale of output o in group 4 i + t; chunks fill a row's lanes, then the next's
     scales of down                       lane l, byte t is the scale of output l in group 4 i + t of hidden channels
 
 Every rank holds a slice of every expert, hence no choice of experts makes one rank wait for another.

@@ -1,16 +1,16 @@
 """One decode step in plain JAX, layer by layer, with the kernel's rounding points written out.
 
-Everything is float32 but for these, which are rounded to `dtype` (bfloat16 in the kernel; float32 rounds nothing, and the
-step then equals the model's own decoding):
+Everything is float32 but for these, which are rounded to `dtype` (bfloat16 in the kernel; float32 rounds nothing, and
+the step then equals the model's own decoding):
 
     x            the normed input of a mixer, of channels, of the head
     u            KDA's q, k, v before their convolutions, which are also what the convolutions remember
     f            the low-rank half of KDA's decay gate
     o            the gated output of a mixer, before its last projection
-    q, c         MLA's normed query and latent (the extra key with it: that is what is cached), q_nope, absorbed queries,
+    q, c         MLA's normed query and latent (the extra key with it: that is what is cached), queries, absorbed ones
     p, ctx       MLA's exp(score - peak), and its attention over latents
-    a_n          a rank's part of a mixer's output, of the dense layers', and of the routed experts' sum: N parts are then
-                 added in float32, in the order of the ranks
+    a_n          a rank's part of a mixer's output, of the dense layers', and of the routed experts' sum: N parts are
+                 then added in float32, in the order of the ranks
     z, hidden    latents, and all hidden layers after SiTU
     u'           the normed sum of the experts
     y            shared experts' output, routed experts' output, embedding

@@ -20,9 +20,10 @@ class Ring:
     core: Core
 
     def copy(self, tile):
-        bank = lax.rem(tile, self.core.config.blocks.banks)
         core = self.core
-        return pltpu.make_async_copy(core.weights.tape.at[tile], core.buffers.banks.at[bank], core.semaphores.ring.at[bank])
+        bank = lax.rem(tile, core.config.blocks.banks)
+        target, semaphore = core.buffers.banks.at[bank], core.semaphores.ring.at[bank]
+        return pltpu.make_async_copy(core.weights.tape.at[tile], target, semaphore)
 
     def prime(self) -> None:
         """Start the first tiles of a step."""
@@ -32,7 +33,7 @@ class Ring:
             self.copy(tile).start()
 
     def product(self, part: Part, start, name: str, x):
-        """x [B, depth] times the matrix `name` [depth, width] of a part that begins at tile `start`: [B, width] in float32.
+        """x [B, depth] times matrix `name` [depth, width] of a part that begins at tile `start`: [B, width], float32.
 
         Matrices of a part must be used in their order, each once: products wait for tiles and let them go.
         """
@@ -70,9 +71,7 @@ class Ring:
     def _dot(self, x, weight, axis: int):
         """Summed over `axis` of the weight."""
         dimensions = (((1,), (axis,)), ((), ()))
-        return lax.dot_general(
-            x, weight, dimensions, precision=self.core.config.precision, preferred_element_type=F32
-        )
+        return lax.dot_general(x, weight, dimensions, precision=self.core.config.precision, preferred_element_type=F32)
 
     def _use(self, piece: Piece, start):
         tile = start + piece.tile
