@@ -1,7 +1,7 @@
 """From a K3 model to the decode megakernel: its configuration, and what every rank holds.
 
-Dense weights must be bfloat16 values and routed experts MXFP4 values, as in a released checkpoint: packing is exact, and
-refused where it cannot be.
+Dense weights must be bfloat16 values and routed experts MXFP4 values, as in a released checkpoint: packing is exact,
+and refused where it cannot be.
 """
 
 from collections.abc import Mapping

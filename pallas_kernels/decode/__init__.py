@@ -1,11 +1,11 @@
 """One decode step of a K3-family model as one Pallas kernel over all layers, on every core of a TPU slice.
 
-    config.py     what the kernel is compiled for          tape.py, record.py   how weights stand in HBM
-    plan.py       exchanges, arrays, buffers, as data      ledger.py            their bytes
-    protocol.py   static check of the exchanges            pack.py, caches.py   from and to a model's arrays
-    reference.py  the same step in plain JAX               api.py               programs of several steps
-    step.py       the kernel; its parts by role: core, ring, collectives, attn_res, kda, mla, channels, router, experts,
-                  head
+config.py     what the kernel is compiled for          tape.py, record.py   how weights stand in HBM
+plan.py       exchanges, arrays, buffers, as data      ledger.py            their bytes
+protocol.py   static check of the exchanges            pack.py, caches.py   from and to a model's arrays
+reference.py  the same step in plain JAX               api.py               programs of several steps
+step.py       the kernel; its parts by role: core, ring, collectives, attn_res, kda, mla, channels, router, experts,
+              head
 """
 
 from pallas_kernels.decode.api import abstract_arguments, decode_program

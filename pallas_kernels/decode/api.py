@@ -1,8 +1,8 @@
 """Programs of decode steps over a mesh of ranks.
 
-    plan = Plan(config)
-    run = decode_program(plan, Mesh(devices, (AXIS,)), steps=16)
-    tokens, logits, caches = run(weights, caches, token, position)
+plan = Plan(config)
+run = decode_program(plan, Mesh(devices, (AXIS,)), steps=16)
+tokens, logits, caches = run(weights, caches, token, position)
 """
 
 from collections.abc import Callable
@@ -32,7 +32,13 @@ def decode_program(plan: Plan, mesh: Mesh, steps: int) -> Callable:
             token, position, tokens, _, caches = carry
             out, caches = decode_step(plan, token, position, weights, caches)
             token = out["token"][:, 0]
-            return token, jnp.where(position < 0, position, position + 1), tokens.at[i].set(token), out["logits"], caches
+            return (
+                token,
+                jnp.where(position < 0, position, position + 1),
+                tokens.at[i].set(token),
+                out["logits"],
+                caches,
+            )
 
         tokens = jnp.zeros((steps, plan.config.rows), jnp.int32)
         logits = jnp.zeros(plan.outputs["logits"].shape, jnp.float32)

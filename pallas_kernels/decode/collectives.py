@@ -46,7 +46,7 @@ class Links:
             act(lax.rem(self.rank + offset, self.ranks))
 
     def _copy(self, name: str, peer):
-        buffer, number = getattr(self.buffers, name), list(self.plan.exchanges).index(name)
+        buffer, number = getattr(self.buffers, name), self._number(name)
         source = self.ranks + peer if self.plan.exchanges[name].to_each else self.rank
         return pltpu.make_async_remote_copy(
             buffer.at[source],
@@ -55,6 +55,9 @@ class Links:
             self.receive.at[number],
             device_id=(peer,),
         )
+
+    def _number(self, name: str) -> int:
+        return list(self.plan.exchanges).index(name)
 
     def start(self, name: str, part) -> None:
         """Send this rank's part [rows, lanes] to all."""
@@ -70,9 +73,15 @@ class Links:
         self._each(lambda peer: self._copy(name, peer).start())
 
     def finish(self, name: str):
-        """Wait for what all others sent (and until the own part has left): the buffer [ranks, rows, lanes]."""
-        self._each(lambda peer: self._copy(name, peer).wait())
-        return getattr(self.buffers, name)
+        """Wait for what all others sent (and until the own part has left): the buffer [ranks, rows, lanes].
+
+        Semaphores count bytes: one wait for as many as all other ranks send, in whatever order they come.
+        """
+        buffer = getattr(self.buffers, name)
+        others = buffer.at[pl.ds(0, self.ranks - 1)]
+        for semaphores in (self.send, self.receive):
+            pltpu.make_async_copy(others, others, semaphores.at[self._number(name)]).wait()
+        return buffer
 
     def gathered(self, name: str, width: int, lane: int = 0):
         """Finished parts side by side [rows, ranks * width]: lanes [lane, lane + width) of each."""

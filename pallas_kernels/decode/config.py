@@ -108,6 +108,7 @@ class DecodeConfig:
     dtype: DTypeLike = jnp.bfloat16
 
     def __post_init__(self):
+        _require(self.ranks >= 2, "ranks", self.ranks, "at least 2")
         self._check_cut("hidden", self.hidden)
         self._check_cut("vocab", self.vocab)
         self._check_cut("kda.heads", self.kda.heads)

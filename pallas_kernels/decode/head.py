@@ -29,7 +29,7 @@ def embed(core: Core, links: Links, token) -> None:
 
 
 def choose(core: Core, ring: Ring, links: Links, x, logits_out, token_out) -> None:
-    """This rank's logits [B, vocab / ranks] of x [B, D], and the token with the largest of all (the first of equals)."""
+    """This rank's logits [B, vocab / ranks] of x [B, D], and the token of the largest of all (the first of equals)."""
     c = core.config
     width = c.share(c.vocab)
     logits = ring.product(core.plan.tape.head, core.plan.tape.head_start, "head", x)

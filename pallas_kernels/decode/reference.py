@@ -102,7 +102,7 @@ class _Step:
     position: Int[Array, " B"]
 
     def norm(self, x, weight, eps: float | None = None):
-        return self.round(rms(x, eps or self.config.norm_eps) * weight)
+        return self.round(rms(x, eps or self.config.norm_eps) * weight[None])
 
     def mix(self, bank: list, r, key):
         """Softmax over the bank's rows and r (report Eqs. 8-9)."""
@@ -124,15 +124,15 @@ class _Step:
         q, k, v = jnp.moveaxis(jax.nn.silu(_einsum("bwchk,wchk->bchk", history, taps)), 1, 0)
         q, k = (a * jax.lax.rsqrt(jnp.sum(a * a, -1, keepdims=True) + 1e-6) for a in (q, k))
         f = self.round(_einsum("bd,dr->br", x, w("kda.f_a")))
-        z = _einsum("br,rhk->bhk", f, w("kda.f_b")) + w("kda.dt_bias")
-        g = decay(z, jnp.exp(w("kda.A_log"))[:, None], c.gate_lower_bound)
+        z = _einsum("br,rhk->bhk", f, w("kda.f_b")) + w("kda.dt_bias")[None]
+        g = decay(z, jnp.exp(w("kda.A_log"))[None, :, None], c.gate_lower_bound)
         beta = jax.nn.sigmoid(_einsum("bd,dh->bh", x, w("kda.b")))
         S = jnp.exp(g)[..., None] * caches.S[i]
         error = v - _einsum("bhkv,bhk->bhv", S, k)
         S = S + k[..., None] * (beta[..., None] * error)[..., None, :]
         o = _einsum("bhkv,bhk->bhv", S, q * c.head_dim**-0.5)
         gate = jax.nn.sigmoid(_einsum("bd,dhk->bhk", x, w("kda.g")))
-        o = self.round(rms(o, self.config.norm_eps) * w("kda.o_norm") * gate)
+        o = self.round(rms(o, self.config.norm_eps) * w("kda.o_norm")[None, None] * gate)
         live = (self.position >= 0)[:, None, None, None]
         caches = replace(
             caches,
@@ -172,7 +172,7 @@ class _Step:
     def moe(self, w: _Layer, x):
         c = self.config.moe
         scores = jax.nn.sigmoid(_einsum("bd,de->be", x, w("moe.router")))
-        _, chosen = jax.lax.top_k(scores + w("moe.router_bias"), c.top_k)
+        _, chosen = jax.lax.top_k(scores + w("moe.router_bias")[None], c.top_k)
         p = jnp.take_along_axis(scores, chosen, axis=1)
         p = (p / (p.sum(1, keepdims=True) + 1e-20) if c.renormalize else p) * c.scale
         z = self.round(_einsum("bd,dl->bl", x, w("moe.latent_down")))

@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`tokens`, `expected` [steps][rows]; `margins` are the reference's between the two best tokens; `errors` absolute."""
+    """`tokens`, `expected` [steps][rows]; `margins` between the reference's two best tokens; `errors` are absolute."""
 
     tokens: list[list[int]]
     expected: list[list[int]]
@@ -67,6 +67,7 @@ def run(case: Case, timeout: int = 300) -> Outcome:
     """Raises subprocess.TimeoutExpired for a case that hangs, RuntimeError for one that fails."""
     flags = f"--xla_force_host_platform_device_count={case.ranks} --xla_backend_optimization_level=0"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": ROOT}
+    environment["JAX_NUMPY_RANK_PROMOTION"] = "raise"
     command = [sys.executable, "-m", "tests.decode.case", json.dumps(dataclasses.asdict(case))]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     if done.returncode:

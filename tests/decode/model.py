@@ -1,4 +1,4 @@
-"""A small K3 for the decode kernel, with 13 layers of every kind, and weights that the kernel's storage holds exactly."""
+"""A small K3 for the decode kernel: 13 layers of every kind, and weights that the kernel's storage holds exactly."""
 
 import dataclasses
 
