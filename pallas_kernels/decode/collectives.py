@@ -2,7 +2,7 @@
 
 A buffer has a place for every rank. Rank n fills place n of its own and copies it to place n of all others. A rank
 that sends its part of exchange e + 2 has finished e + 1, to which every other rank contributed after it had read what
-it got in e. So a buffer may be used again two exchanges later; `protocol.check` holds the plan to that. Nothing else
+it got in e. So a buffer may be used again two exchanges later; `protocol.play` holds the program to that. Nothing else
 waits.
 
 Sums run over the places in their order and are the same to the last bit on all ranks.

@@ -1,0 +1,141 @@
+"""The static check passes the kernel, and finds each mistake that is made in it on purpose."""
+
+import dataclasses
+
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.decode import Plan, channels, core, mla
+from pallas_kernels.decode.collectives import Links
+from pallas_kernels.decode.follow import Access, Place, Signal, Start, Wait
+from pallas_kernels.decode.protocol import ProtocolError, play, trace
+from pallas_kernels.decode.ring import Ring
+from tests.decode.model import kernel_config, model_config
+from tests.kernels.mutation import replace
+
+
+def events(layers=5, **changes):
+    """Rows at the first token, at the end of a tile, and idle."""
+    plan = Plan(kernel_config(model_config(layers), rows=3, **changes))
+    return trace(plan, (0, 31, -1))
+
+
+@pytest.mark.parametrize("cache_ranks", [1, 4])
+def test_the_kernel_passes(cache_ranks):
+    play(events(layers=13, cache_ranks=cache_ranks))
+
+
+@pytest.mark.slow
+def test_two_and_eight_ranks():
+    for ranks in (2, 8):
+        config = dataclasses.replace(model_config(5), kda=dataclasses.replace(model_config().kda, num_heads=8))
+        config = dataclasses.replace(config, mla=dataclasses.replace(config.mla, num_heads=8))
+        config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, expert_dim=256))
+        plan = Plan(kernel_config(config, ranks=ranks, cache_ranks=ranks, capacity=128, blocks={"banks": 2}))
+        play(trace(plan, (0, 100)))
+
+
+def no_barrier(patch):
+    patch.setattr(Links, "barrier", lambda self: None)
+    return "may not have entered the kernel"
+
+
+def a_wait_dropped(patch):
+    replace(patch, mla._finish_down, {'    links.finish("mla_down")\n': ""})
+    return "may still use it|while a copy to it is on its way"
+
+
+def a_wait_too_many(patch):
+    once = Links.finish
+
+    def twice(self, name):
+        once(self, name)
+        return once(self, name)
+
+    patch.setattr(Links, "finish", twice)
+    return "all wait for ever"
+
+
+def a_bank_refilled_early(patch):
+    use, release = Ring._use, Ring._release
+
+    def early(self, piece, start):
+        waited = dataclasses.replace(piece, last=False)
+        if piece.first:
+            self.copy(start + piece.tile).wait()
+        release(self, piece, start)
+        return use(self, dataclasses.replace(waited, first=False), start)
+
+    patch.setattr(Ring, "_use", early)
+    patch.setattr(Ring, "_release", lambda self, piece, start: None)
+    return "used while a copy to it is on its way"
+
+
+def one_buffer_for_two_sums(patch):
+    """Of a mixer and of the dense layer behind it."""
+    source = {'start_sum("dense_sum"': 'start_sum("mixer_sum"', 'finish_sum("dense_sum")': 'finish_sum("mixer_sum")'}
+    replace(patch, channels.dense, source)
+    return "may still use it|used while a copy to it is on its way|another copy to it"
+
+
+def the_wrong_place_of_two(patch):
+    def load(self, name, index):
+        return before(self, name, index + 1) if name == "vectors" else before(self, name, index)
+
+    before = core.Core.load
+    patch.setattr(core.Core, "load", load)
+    return "used while a copy to it is on its way"
+
+
+def the_wrong_peer(patch):
+    def each(self, act):
+        @pl.loop(1, self.ranks)
+        def _(offset):
+            act(lax.rem(self.rank + lax.rem(offset, 2), self.ranks))
+
+    patch.setattr(Links, "_each", each)
+    return "may not have entered the kernel|all wait for ever|another copy to it"
+
+
+def a_store_that_nobody_awaits(patch):
+    from pallas_kernels.decode import kda
+
+    patch.setattr(kda, "finish", lambda core: None)
+    return "semaphores that nobody awaits"
+
+
+MISTAKES = [
+    no_barrier,
+    a_wait_dropped,
+    a_wait_too_many,
+    a_bank_refilled_early,
+    one_buffer_for_two_sums,
+    the_wrong_place_of_two,
+    the_wrong_peer,
+    a_store_that_nobody_awaits,
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
+def test_a_mistake_is_found(monkeypatch, mistake):
+    message = mistake(monkeypatch)
+    with pytest.raises(ProtocolError, match=message):
+        play(events())
+
+
+def test_two_ranks_that_wait_for_each_other():
+    """Each sends after it has received: no count is wrong, and nobody begins."""
+    one = lambda peer: [Wait((1, 0), 4), Signal((1, 0), peer, 4)]  # noqa: E731
+    with pytest.raises(ProtocolError, match="all wait for ever"):
+        play([one(1), one(0)])
+
+
+def test_knowledge_travels_with_signals():
+    """Rank 0 may write to rank 1's buffer once it knows, by way of rank 2, that rank 1 has read it."""
+    buffer = Place(5, 0)
+    write = Start(Place(6, 0), buffer, (1, 0), 4, peer=1, sent=(2, 0))
+    told = [[Wait((3, 0), 1), write, Wait((2, 0), 4)], [Access(buffer, False), Signal((3, 0), 2, 1), Wait((1, 0), 4)]]
+    play([*told, [Wait((3, 0), 1), Signal((3, 0), 0, 1)]])
+    with pytest.raises(ProtocolError, match="rank 1 may not have entered|may still use it"):
+        play([*told, [Signal((3, 0), 0, 1), Wait((3, 0), 1)]])
