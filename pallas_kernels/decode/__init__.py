@@ -9,6 +9,7 @@ step.py       the kernel; its parts by role: core, ring, collectives, attn_res, 
 """
 
 from pallas_kernels.decode.api import abstract_arguments, decode_program
+from pallas_kernels.decode.call import AXIS
 from pallas_kernels.decode.config import (
     Blocks,
     DecodeConfig,
@@ -19,7 +20,6 @@ from pallas_kernels.decode.config import (
     MoEShape,
 )
 from pallas_kernels.decode.plan import Plan
-from pallas_kernels.decode.step import AXIS
 
 __all__ = [
     "AXIS",

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from pallas_kernels.decode.call import AXIS
 from pallas_kernels.decode.plan import Plan
-from pallas_kernels.decode.step import AXIS, decode_step
+from pallas_kernels.decode.step import decode_step
 
 
 def decode_program(plan: Plan, mesh: Mesh, steps: int) -> Callable:

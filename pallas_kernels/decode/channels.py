@@ -22,7 +22,7 @@ def dense(core: Core, ring: Ring, links: Links, x, start) -> None:
     core.buffers.change[...] = links.finish_sum("dense_sum")
 
 
-def latent_moe(core: Core, ring: Ring, links: Links, scalars, x, vectors, number, start) -> None:
+def latent_moe(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> None:
     """up(rms(sum_j p_j E_j(down x))) + shared(x) for x [B, D] of MoE layer `number`, into `change`."""
     part, c = core.plan.tape.moe, core.config
     links.start("route", _route(core, ring, x, start))
@@ -32,10 +32,10 @@ def latent_moe(core: Core, ring: Ring, links: Links, scalars, x, vectors, number
         for i, width in enumerate((c.moe.experts, c.moe.latent, c.moe.shared))
     )
     vector = lambda name, width: vectors[VECTORS.index(name) : VECTORS.index(name) + 1, :width]  # noqa: E731
-    router.choose(core, logits, vector("router_bias", c.moe.experts), scalars.chosen, scalars.weights)
-    experts.start(core, number, scalars.chosen)
+    router.choose(core, logits, vector("router_bias", c.moe.experts))
+    experts.start(core, number)
     shared = ring.product(part, start, "shared", hidden)
-    routed = experts.finish(core, number, scalars.chosen, scalars.weights, z)
+    routed = experts.finish(core, number, z)
     links.start_sum("latent_sum", routed)
     u = rms(links.finish_sum("latent_sum"), c.norm_eps) * vector("latent_norm", c.moe.latent)
     y = core.round(ring.product(part, start, "up", u)) + core.round(shared)

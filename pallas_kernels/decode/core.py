@@ -17,15 +17,17 @@ F32, I32 = jnp.float32, jnp.int32
 @dataclass(frozen=True)
 class Core:
     """One rank inside of the kernel. `weights` and `caches` are in HBM, `buffers` in VMEM, `semaphores` those of local
-    copies; `table` [L, ...] and `position` [B] are in SMEM."""
+    copies; `table` [L, ...], `token`, `position` [B] and `scalars` (chosen experts, their weights) are in SMEM."""
 
     plan: Plan
     rank: jax.Array
     table: object
+    token: object
     position: object
     weights: SimpleNamespace
     caches: SimpleNamespace
     buffers: SimpleNamespace
+    scalars: SimpleNamespace
     semaphores: SimpleNamespace
 
     @property

@@ -15,6 +15,8 @@ from pallas_kernels.decode.core import F32, I32, Core
 from pallas_kernels.decode.record import GROUP, SCALES
 from pallas_kernels.decode.reference import situ
 
+UNROLL = 4  # experts
+
 
 def copy(core: Core, layer, expert, slot):
     """One record of MoE layer `layer` into VMEM."""
@@ -22,58 +24,78 @@ def copy(core: Core, layer, expert, slot):
     return pltpu.make_async_copy(source, core.buffers.experts.at[slot], core.semaphores.experts.at[slot])
 
 
-def start(core: Core, layer, chosen) -> None:
+def start(core: Core, layer) -> None:
     """As many of the chosen experts' records as there are slots."""
     count = core.config.rows * core.config.moe.top_k
 
     @pl.loop(0, min(core.config.blocks.expert_slots, count))
     def _(j):
-        copy(core, layer, _pick(core, chosen, j), j).start()
+        copy(core, layer, _pick(core, j), j).start()
 
 
-def _pick(core: Core, smem, j):
-    """Entry j of a [B, k] array in SMEM."""
+def _pick(core: Core, j):
+    """Choice j of all rows' k."""
     k = core.config.moe.top_k
-    return smem[lax.div(j, k), lax.rem(j, k)]
+    return core.scalars.chosen[lax.div(j, k), lax.rem(j, k)]
 
 
-def finish(core: Core, layer, chosen, weights, z):
+def finish(core: Core, layer, z):
     """This rank's part of sum_j p_j w2_j SiTU(w1_j z, w3_j z), z [B, L]: [B, L] in float32."""
-    c, record = core.config, core.plan.record
-    slots, count = c.blocks.expert_slots, c.rows * c.moe.top_k
+    c = core.config
     row_of = lax.broadcasted_iota(I32, (c.rows, 1), 0)
 
-    def one(j, total):
-        slot, row = lax.rem(j, slots), lax.div(j, c.moe.top_k)
-        copy(core, layer, _pick(core, chosen, j), slot).wait()
+    @pl.loop(0, c.rows)
+    def _(row):
         mine = z if c.rows == 1 else jnp.sum(jnp.where(row_of == row, z, 0.0), axis=0, keepdims=True)
-        words = core.buffers.experts.at[slot]
-        hidden = _up(core, words, mine.astype(c.dtype))
-        gate, up = hidden[:, : record.expert], hidden[:, record.expert :]
-        y = _down(core, words, situ(gate, up, c.situ_beta, c.situ_linear_beta).astype(c.dtype))
+        diagonals = _diagonals(c, mine.astype(c.dtype))
+
+        def one(i, total):
+            return total + core.scalars.weights[row, i] * _expert(core, layer, row * c.moe.top_k + i, diagonals)
+
+        # Several experts in one block of code: each is a chain of dependent products.
+        total = lax.fori_loop(0, c.moe.top_k, one, jnp.zeros((1, c.moe.latent), F32), unroll=UNROLL)
+        core.buffers.routed[pl.ds(row, 1), :] = total
+
+    return core.buffers.routed[...]
+
+
+def _expert(core: Core, layer, j, diagonals: list):
+    """Choice j of all rows: w2 SiTU(w1 z, w3 z), [1, L]. Its slot is then filled anew, if there are more than slots."""
+    c, slots = core.config, core.config.blocks.expert_slots
+    slot, count = lax.rem(j, slots), c.rows * c.moe.top_k
+    copy(core, layer, _pick(core, j), slot).wait()
+    words = core.buffers.experts.at[slot]
+    hidden = _up(core, words, diagonals)
+    gate, up = hidden[:, : core.plan.record.expert], hidden[:, core.plan.record.expert :]
+    y = _down(core, words, situ(gate, up, c.situ_beta, c.situ_linear_beta).astype(c.dtype))
+    if count > slots:
 
         @pl.when(j + slots < count)
         def _():
-            copy(core, layer, _pick(core, chosen, j + slots), slot).start()
+            copy(core, layer, _pick(core, j + slots), slot).start()
 
-        return total + jnp.where(row_of == row, _pick(core, weights, j) * y, 0.0)
-
-    return lax.fori_loop(0, count, one, jnp.zeros((c.rows, record.latent), F32))
+    return y
 
 
-def _up(core: Core, words, z):
-    """Gate and up for z [1, L]: [1, 2F]."""
+def _diagonals(c: DecodeConfig, z) -> list:
+    """`_diagonal` of each `expert_columns` of z [1, L]."""
+    columns = c.blocks.expert_columns
+    return [_diagonal(z[:, start : start + columns]) for start in range(0, c.moe.latent, columns)]
+
+
+def _up(core: Core, words, diagonals: list):
+    """Gate and up: [1, 2F]."""
     c, record = core.config, core.plan.record
     total = jnp.zeros((1, 2 * record.expert), F32)
     columns = c.blocks.expert_columns
-    for start in range(0, record.latent, columns):
+    for number, x in enumerate(diagonals):
+        start = number * columns
         codes = _values(c, words[: record.up_rows, start : start + columns])
-        x = _diagonal(z[:, start : start + columns])
         dimensions = (((1,), (1,)), ((), ()))
         sums = lax.dot_general(x, codes, dimensions, precision=c.precision, preferred_element_type=F32)
         first = start // (GROUP * SCALES)
-        scales = [_scales(words, *record.chunk_at(first + i), 2 * record.expert) for i in range(columns // 128)]
-        scales = jnp.concatenate(scales, axis=0) if len(scales) > 1 else scales[0]
+        chunks = range(first, first + columns // (GROUP * SCALES))
+        scales = _stacked([_scales(words, *record.chunk_at(chunk), 2 * record.expert) for chunk in chunks])
         total = total + jnp.sum(sums[: columns // GROUP] * scales, axis=0, keepdims=True)
     return total
 
@@ -86,9 +108,12 @@ def _down(core: Core, words, hidden):
     codes = _values(core.config, words[record.up_rows : top, :])[:F]
     sums = jnp.dot(_diagonal(hidden), codes, precision=core.config.precision, preferred_element_type=F32)
     rows = range(record.down_scale_start, record.down_scale_start + -(-groups // SCALES))
-    scales = [_scales(words, row, 0, record.latent) for row in rows]
-    scales = (jnp.concatenate(scales, axis=0) if len(scales) > 1 else scales[0])[:groups]
+    scales = _stacked([_scales(words, row, 0, record.latent) for row in rows])[:groups]
     return jnp.sum(sums[:groups] * scales, axis=0, keepdims=True)
+
+
+def _stacked(parts: list):
+    return jnp.concatenate(parts, axis=0) if len(parts) > 1 else parts[0]
 
 
 def _values(c: DecodeConfig, words):

@@ -10,11 +10,11 @@ from pallas_kernels.decode.core import F32, I32, Core
 from pallas_kernels.decode.ring import Ring
 
 
-def embed(core: Core, links: Links, token) -> None:
+def embed(core: Core, links: Links) -> None:
     """Each rank has its columns of every token's embedding: [B, D] into `residual`."""
     c, b = core.config, core.buffers
     copies = [
-        pltpu.make_async_copy(core.weights.embed.at[token[row]], b.embed.at[row], core.semaphores.embed.at[row])
+        pltpu.make_async_copy(core.weights.embed.at[core.token[row]], b.embed.at[row], core.semaphores.embed.at[row])
         for row in range(c.rows)
     ]
     for copy in copies:

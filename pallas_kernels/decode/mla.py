@@ -38,7 +38,8 @@ def mixer(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> No
     else:
         context = _attend(core, queries, latent, number, 0)
     C = c.mla.kv_rank
-    context = context[:, :C] / context[:, C + 1 : C + 2]
+    weight = context[:, C + 1 : C + 2]
+    context = context[:, :C] / jnp.where(weight == 0.0, 1.0, weight)  # an idle row attends to nothing
     o = [ring.product(part, start, f"value_{head}", _rows(context, head, h, c.rows)) for head in range(h)]
     o = jnp.concatenate(o, axis=1) * jax.nn.sigmoid(gate)
     links.start_sum("mixer_sum", ring.product(part, start, "output", o))

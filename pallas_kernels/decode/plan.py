@@ -174,6 +174,7 @@ class Plan:
             "bank": of((B, c.attn_res_blocks, D), F32),
             "summary": of((sites, B, D), F32),
             "summary_scores": of((sites, B, 2 * LANES), F32),
+            "routed": of((B, c.moe.latent), F32),
             "chosen": of((8, LANES), I32),
             "weights": of((8, LANES), F32),
         }

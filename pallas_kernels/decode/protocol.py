@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.decode.call import AXIS
 from pallas_kernels.decode.follow import Access, Event, Place, Ref, Signal, Start, Wait, follow
 from pallas_kernels.decode.plan import Plan
-from pallas_kernels.decode.step import AXIS, decode_step
+from pallas_kernels.decode.step import decode_step
 
 
 class ProtocolError(AssertionError):

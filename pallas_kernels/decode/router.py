@@ -9,8 +9,8 @@ from pallas_kernels.decode.config import LANES
 from pallas_kernels.decode.core import F32, I32, Core, pad_rows
 
 
-def choose(core: Core, logits, bias, chosen, weights) -> None:
-    """Top k of sigmoid(logits) + bias (logits [B, E], bias [1, E]); `chosen`, `weights` are SMEM [8, 128].
+def choose(core: Core, logits, bias) -> None:
+    """Top k of sigmoid(logits) + bias (logits [B, E], bias [1, E]) into `core.scalars`.
 
     The bias decides who is chosen and never enters the weights (report Eq. 13).
     """
@@ -22,18 +22,18 @@ def choose(core: Core, logits, bias, chosen, weights) -> None:
     for j in range(c.top_k):
         best = jnp.max(left, axis=1, keepdims=True)
         index = jnp.min(jnp.where(left == best, expert, c.experts), axis=1, keepdims=True)
+        index = jnp.minimum(index, c.experts - 1)  # scores that are NaN choose nobody: no record is beyond the last
         here = expert == index
         score = jnp.sum(jnp.where(here, scores, 0.0), axis=1, keepdims=True)
         picked, p = jnp.where(lane == j, index, picked), jnp.where(lane == j, score, p)
         left = jnp.where(here, -jnp.inf, left)
     if c.renormalize:
         p = p / (jnp.sum(p, axis=1, keepdims=True) + 1e-20)
-    _to_scalars(core, pad_rows(picked, 8), core.buffers.chosen, chosen, 0)
-    _to_scalars(core, pad_rows(p * c.scale, 8), core.buffers.weights, weights, 1)
-    for number, (buffer, target) in enumerate(((core.buffers.chosen, chosen), (core.buffers.weights, weights))):
-        pltpu.make_async_copy(buffer, target, core.semaphores.scalars.at[number]).wait()
-
-
-def _to_scalars(core: Core, value, buffer, target, number: int) -> None:
-    buffer[...] = value
-    pltpu.make_async_copy(buffer, target, core.semaphores.scalars.at[number]).start()
+    b, s = core.buffers, core.scalars
+    b.chosen[...], b.weights[...] = pad_rows(picked, 8), pad_rows(p * c.scale, 8)
+    ends = enumerate(((b.chosen, s.chosen), (b.weights, s.weights)))
+    copies = [pltpu.make_async_copy(*end, core.semaphores.scalars.at[number]) for number, end in ends]
+    for copy in copies:
+        copy.start()
+    for copy in copies:
+        copy.wait()

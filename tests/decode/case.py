@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`tokens`, `expected` [steps][rows]; `margins` between the reference's two best tokens; `errors` are absolute."""
+    """`tokens`, `expected` [steps][live rows]; `margins` between the reference's two best tokens; `errors` are absolute."""
 
     tokens: list[list[int]]
     expected: list[list[int]]
@@ -65,14 +65,20 @@ class Outcome:
 
 def run(case: Case, timeout: int = 300) -> Outcome:
     """Raises subprocess.TimeoutExpired for a case that hangs, RuntimeError for one that fails."""
-    flags = f"--xla_force_host_platform_device_count={case.ranks} --xla_backend_optimization_level=0"
+    done = child("tests.decode.case", [json.dumps(dataclasses.asdict(case))], case.ranks, timeout)
+    return Outcome(**json.loads(done.stdout.splitlines()[-1]), stderr=done.stderr)
+
+
+def child(module: str, arguments: list[str], ranks: int, timeout: int) -> subprocess.CompletedProcess:
+    """A module as a program with so many fake devices. Raises as `run`."""
+    flags = f"--xla_force_host_platform_device_count={ranks} --xla_backend_optimization_level=0"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": ROOT}
     environment["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-    command = [sys.executable, "-m", "tests.decode.case", json.dumps(dataclasses.asdict(case))]
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
-    return Outcome(**json.loads(done.stdout.splitlines()[-1]), stderr=done.stderr)
+    return done
 
 
 def mutate(mutation: Mutation) -> None:

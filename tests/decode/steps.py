@@ -46,11 +46,11 @@ def compare(case: Case) -> dict:
             wanted, caches = expected(named, caches, given, position)
             best = np.sort(np.asarray(wanted), axis=1)
             given, token = wanted.argmax(1).astype(jnp.int32), tokens[0]
-            report["tokens"].append(token.tolist())
-            report["expected"].append(given.tolist())
-            report["margins"].append((best[:, -1] - best[:, -2]).tolist())
-            report["alike"] &= all(np.array_equal(tokens[0], x.data[0]) for x in tokens.addressable_shards)
             live = np.asarray(position) >= 0
+            report["tokens"].append(np.asarray(token)[live].tolist())
+            report["expected"].append(np.asarray(given)[live].tolist())
+            report["margins"].append((best[:, -1] - best[:, -2])[live].tolist())
+            report["alike"] &= all(np.array_equal(tokens[0], x.data[0]) for x in tokens.addressable_shards)
             differences = {"logits": (np.asarray(logits)[live], np.asarray(wanted)[live])}
             now = from_ranks(plan, jax.tree.map(np.asarray, ranks))
             differences |= {name: (getattr(now, name), getattr(caches, name)) for name in ("S", "conv", "latent")}
