@@ -12,11 +12,29 @@ from jax.typing import DTypeLike
 
 from k3_jax.config import ConfigError, K3Config
 from k3_jax.dtypes import mxfp4_decode, mxfp4_encode
-from pallas_kernels.decode import Blocks, DecodeConfig, DecodeConfigError, KDAShape, LayerKind, MLAShape, MoEShape, Plan
-from pallas_kernels.decode.pack import ExpertCodes, Packer
+from pallas_kernels.decode import (
+    Blocks,
+    DecodeConfig,
+    DecodeConfigError,
+    ExpertCodes,
+    KDAShape,
+    LayerKind,
+    MLAShape,
+    MoEShape,
+    Packer,
+    Plan,
+)
 
 EXPERTS = ("w1", "w3", "w2")
-BLOCKS = Blocks(tile_rows=512, tile_cols=512, banks=48, expert_slots=16, expert_columns=512, cache_rows=256)
+BLOCKS = Blocks(
+    tile_rows=512,
+    tile_cols=512,
+    banks=48,
+    expert_slots=16,
+    expert_columns=512,
+    cache_rows=256,
+    whole_sum_bytes=536_000,  # what three links of a TPU7x core carry in 4 us, the time of an exchange (published)
+)
 
 
 def decode_config(

@@ -19,6 +19,7 @@ from pallas_kernels.decode.config import (
     MLAShape,
     MoEShape,
 )
+from pallas_kernels.decode.pack import ExpertCodes, Packer, PackError
 from pallas_kernels.decode.plan import Plan
 
 __all__ = [
@@ -26,10 +27,13 @@ __all__ = [
     "Blocks",
     "DecodeConfig",
     "DecodeConfigError",
+    "ExpertCodes",
     "KDAShape",
     "LayerKind",
     "MLAShape",
     "MoEShape",
+    "PackError",
+    "Packer",
     "Plan",
     "abstract_arguments",
     "decode_program",

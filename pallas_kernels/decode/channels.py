@@ -19,7 +19,7 @@ def dense(core: Core, ring: Ring, links: Links, x, start) -> None:
     gate, up = hidden[:, :width], hidden[:, round_up(width, LANES) :][:, :width]
     hidden = situ(gate, up, c.situ_beta, c.situ_linear_beta)
     links.start_sum("dense_sum", ring.product(part, start, "output", hidden))
-    core.buffers.change[...] = links.finish_sum("dense_sum")
+    core.buffers.change[...] = links.finish_sum("dense_sum", c.hidden)
 
 
 def latent_moe(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> None:
@@ -37,7 +37,7 @@ def latent_moe(core: Core, ring: Ring, links: Links, x, vectors, number, start) 
     shared = ring.product(part, start, "shared", hidden)
     routed = experts.finish(core, number, z)
     links.start_sum("latent_sum", routed)
-    u = rms(links.finish_sum("latent_sum"), c.norm_eps) * vector("latent_norm", c.moe.latent)
+    u = rms(links.finish_sum("latent_sum", c.moe.latent), c.norm_eps) * vector("latent_norm", c.moe.latent)
     y = core.round(ring.product(part, start, "up", u)) + core.round(shared)
     links.start("hidden", pad_lanes(y, core.plan.exchanges["hidden"].shape[1]))
     links.finish("hidden")

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.decode.core import F32
+from pallas_kernels.decode.core import F32, pad_lanes
 from pallas_kernels.decode.plan import Plan
 
 
@@ -89,13 +89,26 @@ class Links:
         return jnp.concatenate([buffer[n, :, lane : lane + width] for n in range(self.ranks)], axis=1)
 
     def start_sum(self, name: str, part) -> None:
-        """Send a partial sum [B, D], rounded."""
-        self.start(name, halves(part.astype(self.plan.config.dtype)))
+        """Send a partial sum [B, D], rounded: to all, or to each its slice."""
+        part, slices = part.astype(self.plan.config.dtype), f"{name}_slices"
+        if slices not in self.plan.exchanges:
+            self.start(name, halves(part))
+            return
+        width, lanes = part.shape[1] // self.ranks, self.plan.exchanges[slices].shape[1]
+        cut = [part[:, n * width : (n + 1) * width] for n in range(self.ranks)]
+        self.start_each(slices, [pad_lanes(x, lanes) for x in cut])
 
-    def finish_sum(self, name: str):
-        """The sum [B, D] of all ranks' parts, in float32."""
-        buffer = self.finish(name)
-        return unhalved(sum((buffer[n].astype(F32) for n in range(1, self.ranks)), buffer[0].astype(F32)))
+    def finish_sum(self, name: str, width: int):
+        """The sum [B, width] of all ranks' parts, in float32."""
+        slices, total = f"{name}_slices", f"{name}_total"
+        if slices not in self.plan.exchanges:
+            return unhalved(self._added(self.finish(name)))
+        self.start(total, self._added(self.finish(slices)))
+        self.finish(total)
+        return self.gathered(total, width // self.ranks)
+
+    def _added(self, buffer):
+        return sum((buffer[n].astype(F32) for n in range(1, self.ranks)), buffer[0].astype(F32))
 
 
 def halves(x):

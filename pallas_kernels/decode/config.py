@@ -73,6 +73,8 @@ class Blocks:
     expert_slots           expert records in VMEM
     expert_columns         latent columns of one product with an expert's codes
     cache_rows             tokens of one tile of the latent cache
+    whole_sum_bytes        a rank's part of a sum goes to all others whole if it puts at most so many bytes on the
+                           links; else everyone adds up a slice, and the slices are gathered: one exchange more
     """
 
     tile_rows: int
@@ -81,6 +83,7 @@ class Blocks:
     expert_slots: int
     expert_columns: int
     cache_rows: int
+    whole_sum_bytes: int
 
 
 @dataclass(frozen=True)

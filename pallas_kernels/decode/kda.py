@@ -32,7 +32,7 @@ def mixer(core: Core, ring: Ring, links: Links, x, number, start) -> None:
         core.store(name, number).start()
     o = jnp.concatenate([jnp.concatenate(heads, axis=1) for heads in rows], axis=0)
     links.start_sum("mixer_sum", ring.product(part, start, "output", o))
-    core.buffers.change[...] = links.finish_sum("mixer_sum")
+    core.buffers.change[...] = links.finish_sum("mixer_sum", c.hidden)
 
 
 def _take_turns(core: Core, number) -> None:

@@ -43,7 +43,7 @@ def mixer(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> No
     o = [ring.product(part, start, f"value_{head}", _rows(context, head, h, c.rows)) for head in range(h)]
     o = jnp.concatenate(o, axis=1) * jax.nn.sigmoid(gate)
     links.start_sum("mixer_sum", ring.product(part, start, "output", o))
-    core.buffers.change[...] = links.finish_sum("mixer_sum")
+    core.buffers.change[...] = links.finish_sum("mixer_sum", c.hidden)
 
 
 def _rows(x, head: int, heads: int, rows: int):

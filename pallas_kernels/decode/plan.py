@@ -57,17 +57,17 @@ class Plan:
 
     @cached_property
     def exchanges(self) -> dict[str, Exchange]:
-        """By name. Partial sums travel in `dtype` and two halves of rows, parts of vectors as float32."""
+        """By name. Parts of sums travel in `dtype`, parts of vectors as float32."""
         c, share = self.config, self.config.share
         B, heads = c.rows, share(c.mla.heads)
         route = sum(self.route_lanes)
         down = share(c.mla.q_rank) + share(c.mla.kv_rank + c.mla.pe)
         every = (
             Exchange("hidden", (B, round_up(share(c.hidden), LANES)), F32),
-            Exchange("mixer_sum", (2 * B, c.hidden // 2), c.dtype),
-            Exchange("dense_sum", (2 * B, c.hidden // 2), c.dtype),
+            *self._sum("mixer_sum", c.hidden),
+            *self._sum("dense_sum", c.hidden),
             Exchange("route", (B, route), F32),
-            Exchange("latent_sum", (2 * B, c.moe.latent // 2), c.dtype),
+            *self._sum("latent_sum", c.moe.latent),
             Exchange("mla_down", (B, round_up(down, LANES)), F32),
             Exchange("queries", (B * heads, c.key_width), c.dtype),
             Exchange("contexts", (B * heads, c.mla.kv_rank + LANES), F32, to_each=True),
@@ -75,6 +75,20 @@ class Plan:
         )
         used = set(self.step_exchanges)
         return {exchange.name: exchange for exchange in every if exchange.name in used}
+
+    def _sum(self, name: str, width: int) -> tuple[Exchange, ...]:
+        """Of a vector [B, width]: whole, in two halves of rows, or slices to everyone and then from everyone."""
+        c, B = self.config, self.config.rows
+        whole = Exchange(name, (2 * B, width // 2), c.dtype)
+        if whole.sent(c.ranks) <= c.blocks.whole_sum_bytes:
+            return (whole,)
+        lanes = round_up(c.share(width), LANES)
+        return Exchange(f"{name}_slices", (B, lanes), c.dtype, to_each=True), Exchange(f"{name}_total", (B, lanes), F32)
+
+    def sum_exchanges(self, name: str) -> tuple[str, ...]:
+        """Of a sum's name."""
+        width = self.config.moe.latent if name == "latent_sum" else self.config.hidden
+        return tuple(exchange.name for exchange in self._sum(name, width))
 
     @cached_property
     def route_lanes(self) -> tuple[int, int, int]:
@@ -84,12 +98,14 @@ class Plan:
 
     def mixer_exchanges(self, mla: bool) -> tuple[str, ...]:
         if not mla:
-            return ("mixer_sum",)
+            return self.sum_exchanges("mixer_sum")
         inside = ("queries", "contexts") if self.config.cache_ranks > 1 else ()
-        return ("mla_down", *inside, "mixer_sum")
+        return ("mla_down", *inside, *self.sum_exchanges("mixer_sum"))
 
     def channel_exchanges(self, moe: bool) -> tuple[str, ...]:
-        return ("route", "latent_sum", "hidden") if moe else ("dense_sum",)
+        if not moe:
+            return self.sum_exchanges("dense_sum")
+        return ("route", *self.sum_exchanges("latent_sum"), "hidden")
 
     def layer_exchanges(self, kind: LayerKind) -> tuple[str, ...]:
         return self.mixer_exchanges(kind.mla) + self.channel_exchanges(kind.moe)

@@ -38,6 +38,7 @@ class Case:
     tokens: tuple[int, ...] = (3, 77)
     ranks: int = 4
     cache_ranks: int = 1
+    whole_sum_bytes: int = 10**6
     dtype: str = "float32"
     mode: str = "eager"
     races: bool = True
@@ -46,7 +47,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`tokens`, `expected` [steps][live rows]; `margins` between the reference's two best tokens; `errors` are absolute."""
+    """`tokens`, `expected` [steps][live rows]; `margins` between the two best tokens expected; absolute `errors`."""
 
     tokens: list[list[int]]
     expected: list[list[int]]

@@ -12,7 +12,15 @@ from k3_jax.serve.pack import EXPERTS, decode_config
 from pallas_kernels.decode import Blocks, DecodeConfig
 from tests.models import abstract_model, draw
 
-BLOCKS = Blocks(tile_rows=256, tile_cols=256, banks=3, expert_slots=3, expert_columns=256, cache_rows=16)
+BLOCKS = Blocks(
+    tile_rows=256,
+    tile_cols=256,
+    banks=3,
+    expert_slots=3,
+    expert_columns=256,
+    cache_rows=16,
+    whole_sum_bytes=10**6,
+)
 ALWAYS_FLOAT32 = ("A_log", "dt_bias", "o_norm", "router_bias", "q_conv", "k_conv", "v_conv")
 # Rounding differences must not decide a token or an expert: sums grow slowly, routers are sure of themselves.
 FACTORS = {"query": 0.05, "router": 4.0, "o": 0.1, "down": 0.1, "latent_up": 0.1}

@@ -27,7 +27,12 @@ def random_caches(plan: Plan, seed: int = 1) -> reference.Caches:
 def compare(case: Case) -> dict:
     model = model_config(case.layers)
     config = kernel_config(
-        model, ranks=case.ranks, rows=case.rows, cache_ranks=case.cache_ranks, dtype=getattr(jnp, case.dtype)
+        model,
+        ranks=case.ranks,
+        rows=case.rows,
+        cache_ranks=case.cache_ranks,
+        blocks={"whole_sum_bytes": case.whole_sum_bytes},
+        dtype=getattr(jnp, case.dtype),
     )
     plan, named = Plan(config), weights(model)
     packed = pack(plan, named)

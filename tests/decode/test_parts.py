@@ -17,6 +17,6 @@ def errors() -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(f"{name}-cut-cache" for name in CUT)])
+@pytest.mark.parametrize("name", [*NAMES, *(f"{name}-cut" for name in CUT)])
 def test_part(errors, name):
     assert errors[name] < EXACT.get(name.partition("-")[0], 2e-5)

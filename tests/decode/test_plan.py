@@ -34,6 +34,14 @@ def test_exchanges_per_layer(plan):
     assert len(plan.step_exchanges) == 1 + 2 + 68 * 4 + 24 * 5 + 1
 
 
+def test_sums_of_eight_rows_travel_in_slices():
+    """Whole parts would keep the links busy for 27 us; slices cost an exchange more."""
+    eight = k3(rows=8)
+    assert eight.sum_exchanges("mixer_sum") == ("mixer_sum_slices", "mixer_sum_total")
+    assert len(eight.layer_exchanges(LayerKind(mla=False, moe=True))) == 6
+    assert max(exchange.sent(32) for exchange in eight.exchanges.values()) <= BLOCKS.whole_sum_bytes
+
+
 def test_a_cut_cache_costs_two_exchanges():
     cut = k3(cache_ranks=32, capacity=2**20)
     assert len(cut.mixer_exchanges(True)) == len(k3().mixer_exchanges(True)) + 2

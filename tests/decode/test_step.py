@@ -44,6 +44,7 @@ EXACT = {
     "cut-cache": Case(steps=2, cache_ranks=4, start=(15, 47)),
     "cut-cache-on_wait": Case(steps=2, cache_ranks=4, start=(15, 47), mode="on_wait"),
     "four-rows-one-idle": Case(steps=2, rows=4, start=(0, -1, 31, 62), tokens=(3, 77, 500, 9)),
+    "sums-in-slices": Case(steps=2, whole_sum_bytes=0, mode="on_wait"),
     "same-token-same-place": Case(steps=1, rows=2, start=(5, 5), tokens=(9, 9)),
     "two-ranks": Case(layers=5, ranks=2),
 }
