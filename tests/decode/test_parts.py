@@ -7,6 +7,7 @@ import pytest
 from tests.decode.case import child
 from tests.decode.parts import CUT, NAMES
 
+pytestmark = pytest.mark.slow
 EXACT = {"ring": 1e-2, "exchanges": 1e-4}  # sums of thousands of numbers
 
 

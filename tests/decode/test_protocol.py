@@ -120,7 +120,12 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
+QUICK = (no_barrier, a_bank_refilled_early, one_buffer_for_two_sums)
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(f, id=f.__name__, marks=[pytest.mark.slow] * (f not in QUICK)) for f in MISTAKES]
+)
 def test_a_mistake_is_found(monkeypatch, mistake):
     message = mistake(monkeypatch)
     with pytest.raises(ProtocolError, match=message):

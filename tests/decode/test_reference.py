@@ -12,7 +12,7 @@ from tests.models import extend, from_named, quick_jit
 
 def test_equals_the_models_decoding():
     """Two rows, one of which is idle in the second step. Layers of every kind, over an AttnRes block's boundary."""
-    config = model_config(layers=5)
+    config = model_config(layers=4)
     named, kernel = weights(config), kernel_config(config)
     model = from_named(named, config)
     cache, caches = model.init_cache(2, kernel.capacity, jnp.float32), reference.empty_caches(kernel)
