@@ -29,7 +29,8 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Case:
-    """`start`: where the rows' first tokens stand, -1 for a row that is idle; caches before them are random."""
+    """`start`: where the rows' first tokens stand, -1 for a row that is idle; caches before them are random. `per_call`
+    steps are one call of the device. `router` scales the routers' weights: with 0 all experts are equal."""
 
     layers: int = 13
     rows: int = 2
@@ -38,6 +39,8 @@ class Case:
     tokens: tuple[int, ...] = (3, 77)
     ranks: int = 4
     cache_ranks: int = 1
+    per_call: int = 1
+    router: float = 1.0
     whole_sum_bytes: int = 10**6
     dtype: str = "float32"
     mode: str = "eager"

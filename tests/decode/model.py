@@ -26,16 +26,20 @@ ALWAYS_FLOAT32 = ("A_log", "dt_bias", "o_norm", "router_bias", "q_conv", "k_conv
 FACTORS = {"query": 0.05, "router": 4.0, "o": 0.1, "down": 0.1, "latent_up": 0.1}
 
 
-def model_config(layers: int = 13) -> K3Config:
+def model_config(layers: int = 13, ranks: int = 4) -> K3Config:
+    """With a head and a group of 32 expert channels for every rank."""
+    heads = max(4, ranks)
     return K3Config(
         vocab_size=4096,
         hidden_size=256,
         num_layers=layers,
         mla_layers=tuple(i for i in (3, 7, 11, 12) if i < layers),
-        kda=KDAConfig(num_heads=4, head_dim=128),
-        mla=MLAConfig(4, q_lora_rank=64, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        kda=KDAConfig(num_heads=heads, head_dim=128),
+        mla=MLAConfig(
+            heads, q_lora_rank=64, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+        ),
         dense_dim=256,
-        moe=MoEConfig(num_experts=16, top_k=4, latent_dim=256, expert_dim=128, shared_dim=128),
+        moe=MoEConfig(num_experts=max(16, ranks), top_k=4, latent_dim=256, expert_dim=32 * heads, shared_dim=128),
         attn_res_block=3,
     )
 

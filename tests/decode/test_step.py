@@ -45,8 +45,11 @@ EXACT = {
     "cut-cache-on_wait": Case(steps=2, cache_ranks=4, start=(15, 47), mode="on_wait"),
     "four-rows-one-idle": Case(steps=2, rows=4, start=(0, -1, 31, 62), tokens=(3, 77, 500, 9)),
     "sums-in-slices": Case(steps=2, whole_sum_bytes=0, mode="on_wait"),
+    "two-steps-per-call": Case(layers=5, steps=4, per_call=2),
+    "all-experts-equal": Case(layers=5, router=0.0),
     "same-token-same-place": Case(steps=1, rows=2, start=(5, 5), tokens=(9, 9)),
     "two-ranks": Case(layers=5, ranks=2),
+    "eight-ranks": Case(layers=5, ranks=8, cache_ranks=8, start=(0, 127)),
 }
 
 
@@ -54,6 +57,12 @@ EXACT = {
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
 def test_in_float32(case):
     check_exact(case)
+
+
+@pytest.mark.slow
+def test_thirty_two_ranks():
+    """As many as K3 needs; in the interpreter a step takes minutes."""
+    check_exact(Case(layers=4, rows=1, ranks=32, start=(5,), tokens=(3,), races=False))
 
 
 @pytest.mark.slow
