@@ -10,9 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.decode.config import DecodeConfig
+from pallas_kernels.decode.config import DecodeConfig, round_up
 from pallas_kernels.decode.core import F32, I32, Core
-from pallas_kernels.decode.record import GROUP, SCALES
+from pallas_kernels.decode.record import CHUNK, GROUP, SCALES
 from pallas_kernels.decode.reference import situ
 
 UNROLL = 4  # experts
@@ -41,7 +41,7 @@ def _pick(core: Core, j):
 
 def finish(core: Core, layer, z):
     """This rank's part of sum_j p_j w2_j SiTU(w1_j z, w3_j z), z [B, L]: [B, L] in float32."""
-    c = core.config
+    c, record = core.config, core.plan.record
     row_of = lax.broadcasted_iota(I32, (c.rows, 1), 0)
 
     @pl.loop(0, c.rows)
@@ -52,15 +52,17 @@ def finish(core: Core, layer, z):
         def one(i, total):
             return total + core.scalars.weights[row, i] * _expert(core, layer, row * c.moe.top_k + i, diagonals)
 
-        # Several experts in one block of code: each is a chain of dependent products.
-        total = lax.fori_loop(0, c.moe.top_k, one, jnp.zeros((1, c.moe.latent), F32), unroll=UNROLL)
-        core.buffers.routed[pl.ds(row, 1), :] = total
+        # Several experts in one block of code, since each is a chain of products; groups are added up at last.
+        total = jnp.zeros((SCALES * record.down_scale_rows, c.moe.latent), F32)
+        total = lax.fori_loop(0, c.moe.top_k, one, total, unroll=UNROLL)
+        core.buffers.routed[pl.ds(row, 1), :] = jnp.sum(total, axis=0, keepdims=True)
 
     return core.buffers.routed[...]
 
 
 def _expert(core: Core, layer, j, diagonals: list):
-    """Choice j of all rows: w2 SiTU(w1 z, w3 z), [1, L]. Its slot is then filled anew, if there are more than slots."""
+    """Choice j of all rows: w2 SiTU(w1 z, w3 z) by groups of hidden channels, [groups, L]. Its slot is filled anew if
+    there are more choices than slots."""
     c, slots = core.config, core.config.blocks.expert_slots
     slot, count = lax.rem(j, slots), c.rows * c.moe.top_k
     copy(core, layer, _pick(core, j), slot).wait()
@@ -86,30 +88,28 @@ def _diagonals(c: DecodeConfig, z) -> list:
 def _up(core: Core, words, diagonals: list):
     """Gate and up: [1, 2F]."""
     c, record = core.config, core.plan.record
-    total = jnp.zeros((1, 2 * record.expert), F32)
-    columns = c.blocks.expert_columns
+    columns, inputs = c.blocks.expert_columns, GROUP * SCALES * CHUNK
+    total = None
     for number, x in enumerate(diagonals):
         start = number * columns
         codes = _values(c, words[: record.up_rows, start : start + columns])
         dimensions = (((1,), (1,)), ((), ()))
         sums = lax.dot_general(x, codes, dimensions, precision=c.precision, preferred_element_type=F32)
-        first = start // (GROUP * SCALES)
-        chunks = range(first, first + columns // (GROUP * SCALES))
-        scales = _stacked([_scales(words, *record.chunk_at(chunk), 2 * record.expert) for chunk in chunks])
-        total = total + jnp.sum(sums[: columns // GROUP] * scales, axis=0, keepdims=True)
-    return total
+        places = [record.chunk_at((start + k) // inputs) for k in range(0, columns, inputs)]
+        scales = [_scales(words[row : row + CHUNK, lane : lane + 2 * record.expert]) for row, lane in places]
+        term = sums[: columns // GROUP] * _stacked(scales)
+        total = term if total is None else total + term
+    return jnp.sum(total, axis=0, keepdims=True)
 
 
 def _down(core: Core, words, hidden):
-    """w2 for hidden [1, F]: [1, L]."""
+    """w2 for hidden [1, F], by groups of 32 hidden channels: [groups, L]."""
     record = core.plan.record
-    F, groups = record.expert, record.expert // GROUP
-    top = record.up_rows + -(-record.down_rows // 8) * 8  # whole tiles; what follows the codes is cut off again
-    codes = _values(core.config, words[record.up_rows : top, :])[:F]
+    top = record.up_rows + round_up(record.down_rows, 8)  # whole tiles; what follows the codes is cut off again
+    codes = _values(core.config, words[record.up_rows : top, :])[: record.expert]
     sums = jnp.dot(_diagonal(hidden), codes, precision=core.config.precision, preferred_element_type=F32)
-    rows = range(record.down_scale_start, record.down_scale_start + -(-groups // SCALES))
-    scales = _stacked([_scales(words, row, 0, record.latent) for row in rows])[:groups]
-    return jnp.sum(sums[:groups] * scales, axis=0, keepdims=True)
+    start, rows = record.down_scale_start, record.down_scale_rows
+    return sums[: SCALES * rows] * _scales(words[start : start + rows, :])
 
 
 def _stacked(parts: list):
@@ -122,12 +122,10 @@ def _values(c: DecodeConfig, words):
     return codes.astype(F32) if c.dtype == F32 else codes
 
 
-def _scales(words, row: int, lane: int, width: int):
-    """The four E8M0 bytes of a chunk as float32 [4, width]."""
-    word = jnp.broadcast_to(words[row : row + 1, lane : lane + width], (SCALES, width))
-    shift = 8 * lax.broadcasted_iota(I32, word.shape, 0)
-    byte = lax.shift_right_logical(word, shift) & 255
-    return lax.bitcast_convert_type(lax.shift_left(byte, jnp.full_like(byte, 23)), F32)
+def _scales(words):
+    """The E8M0 bytes of int32 [R, lanes] as float32 [4 R, lanes]."""
+    bits = pltpu.bitcast(words, jnp.uint8).astype(I32)
+    return lax.bitcast_convert_type(lax.shift_left(bits, jnp.full_like(bits, 23)), F32)
 
 
 def _diagonal(x):

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.decode.config import LANES, DecodeConfig, round_up
 from pallas_kernels.decode.plan import VECTORS, Plan
-from pallas_kernels.decode.record import GROUP, PER_WORD, SCALES, Record
+from pallas_kernels.decode.record import CHUNK, GROUP, PER_WORD, SCALES, Record
 from pallas_kernels.decode.tape import Block, Part
 
 Named = Mapping[str, np.ndarray]
@@ -208,10 +208,11 @@ def pack_records(record: Record, gate: ExpertCodes, up: ExpertCodes, down: Exper
     out = np.zeros((len(codes), *record.shape), np.uint32)
     out[:, : record.up_rows] = _words(codes)
     out[:, record.up_rows : record.up_scale_start] = _words(down.codes.swapaxes(1, 2))
-    packed = _bytes(scales.swapaxes(1, 2))  # [E, chunks, 2F]
-    for chunk in range(record.up_chunks):
+    packed = _bytes(scales.swapaxes(1, 2))  # [E, CHUNK * chunks, 2F]
+    for chunk in range(record.chunks):
         row, lane = record.chunk_at(chunk)
-        out[:, row, lane : lane + packed.shape[2]] = packed[:, chunk]
+        words = packed[:, CHUNK * chunk : CHUNK * (chunk + 1)]
+        out[:, row : row + CHUNK, lane : lane + packed.shape[2]] = words
     packed = _bytes(down.scales.swapaxes(1, 2))
     out[:, record.down_scale_start : record.down_scale_start + packed.shape[1]] = packed
     return out.view(np.int32)
@@ -240,8 +241,8 @@ def unpack_records(record: Record, words: np.ndarray) -> tuple[ExpertCodes, Expe
     """The inverse of `pack_records`."""
     words, F = words.view(np.uint32), record.expert
     codes = _codes(words[:, : record.up_rows])
-    chunks = [record.chunk_at(chunk) for chunk in range(record.up_chunks)]
-    packed = np.stack([words[:, row, lane : lane + 2 * F] for row, lane in chunks], axis=1)
+    chunks = [record.chunk_at(chunk) for chunk in range(record.chunks)]
+    packed = np.concatenate([words[:, row : row + CHUNK, lane : lane + 2 * F] for row, lane in chunks], axis=1)
     scales = _split(packed, record.latent // GROUP).swapaxes(1, 2)
     down = _codes(words[:, record.up_rows : record.up_scale_start]).swapaxes(1, 2)
     down_scales = _split(words[:, record.down_scale_start :], F // GROUP).swapaxes(1, 2)

@@ -4,9 +4,11 @@ int32 [rows, L], L the latent width, F the expert width of this rank:
 
     codes of gate and up   2F / 8 rows   word (i, l): nibble t is output 8 i + t of input l; gate's F outputs, then up's
     codes of down           F / 8 rows   word (i, l): nibble t is hidden channel 8 i + t of output l
-    scales of gate and up                a chunk of lanes holds four groups of 32 inputs: lane o, byte t is the E8M0
-                                         scale of output o in group 4 i + t; chunks fill a row's lanes, then the next's
-    scales of down                       lane l, byte t is the scale of output l in group 4 i + t of hidden channels
+    scales of gate and up                a chunk, two rows high, holds eight groups of 32 inputs: row i, lane o, byte t
+                                         is the scale of output o in group 4 i + t; chunks fill the lanes of two rows
+    scales of down                       row i, lane l, byte t is that of output l in group 4 i + t of hidden channels
+
+so that the bytes of a chunk's words, one below the other, are eight whole rows.
 
 Every rank holds a slice of every expert, hence no choice of experts makes one rank wait for another.
 """
@@ -18,6 +20,7 @@ from pallas_kernels.decode.config import LANES, DecodeConfig, round_up
 GROUP = 32  # codes that share a scale
 PER_WORD = 8  # codes in a word
 SCALES = 4  # scales in a word
+CHUNK = 2  # rows of words in a chunk of scales
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,16 @@ class Record:
         return self.expert // PER_WORD
 
     @property
-    def up_chunk(self) -> int:
-        """Lanes of a chunk of scales."""
+    def chunk_lanes(self) -> int:
         return round_up(2 * self.expert, LANES)
 
     @property
     def chunks_per_row(self) -> int:
-        return self.latent // self.up_chunk
+        return self.latent // self.chunk_lanes
 
     @property
-    def up_chunks(self) -> int:
-        return -(-self.latent // (GROUP * SCALES))
+    def chunks(self) -> int:
+        return self.latent // (GROUP * SCALES * CHUNK)
 
     @property
     def up_scale_start(self) -> int:
@@ -56,14 +58,17 @@ class Record:
 
     @property
     def down_scale_start(self) -> int:
-        return self.up_scale_start + -(-self.up_chunks // self.chunks_per_row)
+        return self.up_scale_start + CHUNK * -(-self.chunks // self.chunks_per_row)
+
+    @property
+    def down_scale_rows(self) -> int:
+        return -(-self.expert // (GROUP * SCALES))
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows = self.down_scale_start + -(-self.expert // (GROUP * SCALES))
-        return round_up(rows, 8), self.latent
+        return round_up(self.down_scale_start + self.down_scale_rows, 8), self.latent
 
     def chunk_at(self, chunk: int) -> tuple[int, int]:
-        """(row, first lane) of a chunk of gate's and up's scales."""
+        """(first row, first lane) of a chunk of gate's and up's scales."""
         row, place = divmod(chunk, self.chunks_per_row)
-        return self.up_scale_start + row, place * self.up_chunk
+        return self.up_scale_start + CHUNK * row, place * self.chunk_lanes
