@@ -112,6 +112,8 @@ class DecodeConfig:
 
     def __post_init__(self):
         _require(self.ranks >= 2, "ranks", self.ranks, "at least 2")
+        kinds = (any(k.mla for k in self.layers), not all(k.mla for k in self.layers), any(k.moe for k in self.layers))
+        _require(all(kinds), "layers", len(self.layers), "layers of KDA, of MLA and of MoE among them")
         self._check_cut("hidden", self.hidden)
         self._check_cut("vocab", self.vocab)
         self._check_cut("kda.heads", self.kda.heads)

@@ -36,7 +36,7 @@ def mixer(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> No
     if c.cache_ranks > 1:
         context = _over_ranks(core, links, queries, latent, number)
     else:
-        context = _attend(core, queries, latent, number, 0)
+        context = _attend(core, queries, latent, number)
     C = c.mla.kv_rank
     weight = context[:, C + 1 : C + 2]
     context = context[:, :C] / jnp.where(weight == 0.0, 1.0, weight)  # an idle row attends to nothing
@@ -44,6 +44,7 @@ def mixer(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> No
     o = jnp.concatenate(o, axis=1) * jax.nn.sigmoid(gate)
     links.start_sum("mixer_sum", ring.product(part, start, "output", o))
     core.buffers.change[...] = links.finish_sum("mixer_sum", c.hidden)
+    _await_append(core, c.rows - 1)
 
 
 def _rows(x, head: int, heads: int, rows: int):
@@ -82,7 +83,7 @@ def _over_ranks(core: Core, links: Links, queries, latent, number):
     links.start("queries", queries)
     buffer = links.finish("queries")
     all_heads = [buffer[n, b * h : (b + 1) * h, :] for b in range(c.rows) for n in range(N)]
-    sums = _attend(core, jnp.concatenate(all_heads, axis=0), latent, number, core.rank)
+    sums = _attend(core, jnp.concatenate(all_heads, axis=0), latent, number)
     of_rank = lambda n: [sums[(b * N + n) * h : (b * N + n + 1) * h] for b in range(c.rows)]  # noqa: E731
     links.start_each("contexts", [jnp.concatenate(of_rank(n), axis=0) for n in range(N)])
     buffer = links.finish("contexts")
@@ -95,8 +96,8 @@ def _over_ranks(core: Core, links: Links, queries, latent, number):
     return sum(scaled[1:], scaled[0])
 
 
-def _attend(core: Core, queries, latent, number, first):
-    """Attention of all rows' heads [B HQ, key_width] to this rank's tiles: number `first`, then every cache_ranks-th.
+def _attend(core: Core, queries, latent, number):
+    """Attention of all rows' heads [B HQ, key_width] to this rank's tiles of the cache.
 
     Returns [B HQ, C + 128]: the sum of exp(score - peak) times latents, the peak, the sum of exp(score - peak). The new
     `latent` [B, key_width] joins the cache of its rank.
@@ -106,12 +107,19 @@ def _attend(core: Core, queries, latent, number, first):
     for row in range(c.rows):
         q = queries[row * heads : (row + 1) * heads]
         place = slice(row * heads, (row + 1) * heads)
-        core.buffers.attended[place] = _attend_row(core, q, latent[row : row + 1], number, row, first)
+        if row:
+            _await_append(core, row - 1)
+        core.buffers.attended[place] = _attend_row(core, q, latent[row : row + 1], number, row)
     return core.buffers.attended[...]
 
 
-def _attend_row(core: Core, q, latent, number, row: int, first):
-    c, b = core.config, core.buffers
+def _first_tile(core: Core):
+    """Tiles of a cache are dealt in turn: this rank's are this one and every cache_ranks-th after it."""
+    return core.rank if core.config.cache_ranks > 1 else 0
+
+
+def _attend_row(core: Core, q, latent, number, row: int):
+    c, b, first = core.config, core.buffers, _first_tile(core)
     size, C, heads = c.blocks.cache_rows, c.mla.kv_rank, len(q)
     position = core.position[row]
     newest = lax.div(position, size)  # the tile of the new token
@@ -157,14 +165,27 @@ def _attend_row(core: Core, q, latent, number, row: int, first):
 
 
 def _append(core: Core, latent, number, row: int, tile, offset) -> None:
-    """Put the new token into a tile in VMEM, and what changed of it back to HBM."""
+    """Put the new token into a tile in VMEM, and start what changed of it on its way to HBM."""
     b, size = core.buffers, core.config.blocks.cache_rows
     place = lax.rem(tile, 2)
     keys = b.latent[place]
     here = lax.broadcasted_iota(I32, keys.shape, 0) == offset
     b.latent[place] = jnp.where(here, jnp.broadcast_to(latent, keys.shape), keys)
     group = pl.multiple_of(lax.div(offset, SUBLANES) * SUBLANES, SUBLANES)
-    target = core.caches.latent.at[number, row, pl.ds(pl.multiple_of(tile * size + group, SUBLANES), SUBLANES)]
-    back = pltpu.make_async_copy(b.latent.at[place, pl.ds(group, SUBLANES)], target, core.semaphores.latent_back.at[0])
-    back.start()
-    back.wait()
+    start = pl.multiple_of(tile * size + group, SUBLANES)
+    _back(core, number, row, place, group, start).start()
+
+
+def _back(core: Core, number, row: int, place, group, start):
+    """Some rows of a tile in VMEM to the cache."""
+    target = core.caches.latent.at[number, row, pl.ds(start, SUBLANES)]
+    source = core.buffers.latent.at[place, pl.ds(group, SUBLANES)]
+    return pltpu.make_async_copy(source, target, core.semaphores.latent_back.at[0])
+
+
+def _await_append(core: Core, row: int) -> None:
+    """The row's new token is in HBM, if it belongs to this rank; its tile in VMEM is then free."""
+    position = core.position[row]
+    tile = lax.div(position, core.config.blocks.cache_rows)
+    here = lax.rem(tile, core.config.cache_ranks) == _first_tile(core)
+    pl.when((position >= 0) & here)(lambda: _back(core, 0, row, 0, 0, 0).wait())

@@ -104,6 +104,11 @@ def test_what_is_refused(changes, message):
         kernel_config(model_config(), **changes)
 
 
+def test_a_model_without_mla_layers():
+    with pytest.raises(ConfigError, match="layers = 3: expected layers of KDA, of MLA and of MoE among them"):
+        kernel_config(model_config(layers=3))
+
+
 def test_more_banks_than_the_head_has_tiles():
     with pytest.raises(DecodeConfigError, match="blocks.banks = 5: expected at most 4"):
         Plan(kernel_config(model_config(), blocks={"banks": 5}))
