@@ -31,7 +31,6 @@ BLOCKS = Blocks(
     tile_cols=512,
     banks=48,
     expert_slots=16,
-    expert_columns=512,
     cache_rows=256,
     whole_sum_bytes=536_000,  # what three links of a TPU7x core carry in 4 us, the time of an exchange (published)
 )

@@ -71,7 +71,6 @@ class Blocks:
     tile_rows, tile_cols   one tile of the weight tape, bfloat16; a tile is one DMA
     banks                  tiles in VMEM: so many are in flight or being used
     expert_slots           expert records in VMEM
-    expert_columns         latent columns of one product with an expert's codes
     cache_rows             tokens of one tile of the latent cache
     whole_sum_bytes        a rank's part of a sum goes to all others whole if it puts at most so many bytes on the
                            links; else everyone adds up a slice, and the slices are gathered: one exchange more
@@ -81,7 +80,6 @@ class Blocks:
     tile_cols: int
     banks: int
     expert_slots: int
-    expert_columns: int
     cache_rows: int
     whole_sum_bytes: int
 

@@ -12,10 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode.config import DecodeConfig, round_up
 from pallas_kernels.decode.core import F32, I32, Core
-from pallas_kernels.decode.record import CHUNK, GROUP, SCALES
+from pallas_kernels.decode.record import GROUP, OUTPUTS, QUARTERS, SCALES, STRETCH, Record
 from pallas_kernels.decode.reference import situ
 
-UNROLL = 4  # experts
+HAND = 4  # experts whose products are made together: wide products keep the matrix unit busy
 
 
 def copy(core: Core, layer, expert, slot):
@@ -43,77 +43,130 @@ def finish(core: Core, layer, z):
     """This rank's part of sum_j p_j w2_j SiTU(w1_j z, w3_j z), z [B, L]: [B, L] in float32."""
     c, record = core.config, core.plan.record
     row_of = lax.broadcasted_iota(I32, (c.rows, 1), 0)
+    size = max(n for n in range(1, min(HAND, c.blocks.expert_slots) + 1) if c.moe.top_k % n == 0)
 
     @pl.loop(0, c.rows)
     def _(row):
         mine = z if c.rows == 1 else jnp.sum(jnp.where(row_of == row, z, 0.0), axis=0, keepdims=True)
-        diagonals = _diagonals(c, mine.astype(c.dtype))
+        diagonals = _diagonals(core, mine.astype(c.dtype))
 
-        def one(i, total):
-            return total + core.scalars.weights[row, i] * _expert(core, layer, row * c.moe.top_k + i, diagonals)
+        def one(hand, total):
+            return total + _hand(core, layer, row, hand * size, size, diagonals)
 
-        # Several experts in one block of code, since each is a chain of products; groups are added up at last.
-        total = jnp.zeros((SCALES * record.down_scale_rows, c.moe.latent), F32)
-        total = lax.fori_loop(0, c.moe.top_k, one, total, unroll=UNROLL)
+        total = jnp.zeros((size * SCALES * record.down_scale_rows, c.moe.latent), F32)
+        total = lax.fori_loop(0, c.moe.top_k // size, one, total)
         core.buffers.routed[pl.ds(row, 1), :] = jnp.sum(total, axis=0, keepdims=True)
 
     return core.buffers.routed[...]
 
 
-def _expert(core: Core, layer, j, diagonals: list):
-    """Choice j of all rows: w2 SiTU(w1 z, w3 z) by groups of hidden channels, [groups, L]. Its slot is filled anew if
-    there are more choices than slots."""
+def _hand(core: Core, layer, row, first, size: int, diagonals: list):
+    """p w2 SiTU(w1 z, w3 z) of `size` experts of a row, by experts and groups of hidden channels: [size groups, L].
+
+    Their slots are filled anew if there are more choices than slots.
+    """
     c, slots = core.config, core.config.blocks.expert_slots
-    slot, count = lax.rem(j, slots), c.rows * c.moe.top_k
-    copy(core, layer, _pick(core, j), slot).wait()
-    words = core.buffers.experts.at[slot]
-    hidden = _up(core, words, diagonals)
-    gate, up = hidden[:, : core.plan.record.expert], hidden[:, core.plan.record.expert :]
-    y = _down(core, words, situ(gate, up, c.situ_beta, c.situ_linear_beta).astype(c.dtype))
-    if count > slots:
-
-        @pl.when(j + slots < count)
-        def _():
-            copy(core, layer, _pick(core, j + slots), slot).start()
-
-    return y
-
-
-def _diagonals(c: DecodeConfig, z) -> list:
-    """`_diagonal` of each `expert_columns` of z [1, L]."""
-    columns = c.blocks.expert_columns
-    return [_diagonal(z[:, start : start + columns]) for start in range(0, c.moe.latent, columns)]
+    choices = [row * c.moe.top_k + first + i for i in range(size)]
+    for j in choices:
+        copy(core, layer, _pick(core, j), lax.rem(j, slots)).wait()
+    words = [core.buffers.experts.at[lax.rem(j, slots)] for j in choices]
+    hidden = [
+        situ(x[:, : core.plan.record.expert], x[:, core.plan.record.expert :], c.situ_beta, c.situ_linear_beta)
+        for x in _up(core, words, diagonals)
+    ]
+    y = _down(core, words, [x.astype(c.dtype) for x in hidden])
+    expert = lax.div(lax.broadcasted_iota(I32, (len(y), 1), 0), len(y) // size)
+    weight = sum(jnp.where(expert == i, core.scalars.weights[row, first + i], 0.0) for i in range(size))
+    if c.rows * c.moe.top_k > slots:
+        for j in choices:
+            _refill(core, layer, j)
+    return weight * y
 
 
-def _up(core: Core, words, diagonals: list):
-    """Gate and up: [1, 2F]."""
-    c, record = core.config, core.plan.record
-    columns, inputs = c.blocks.expert_columns, GROUP * SCALES * CHUNK
-    total = None
-    for number, x in enumerate(diagonals):
-        start = number * columns
-        codes = _values(c, words[: record.up_rows, start : start + columns])
-        dimensions = (((1,), (1,)), ((), ()))
-        sums = lax.dot_general(x, codes, dimensions, precision=c.precision, preferred_element_type=F32)
-        places = [record.chunk_at((start + k) // inputs) for k in range(0, columns, inputs)]
-        scales = [_scales(words[row : row + CHUNK, lane : lane + 2 * record.expert]) for row, lane in places]
-        term = sums[: columns // GROUP] * _stacked(scales)
-        total = term if total is None else total + term
-    return jnp.sum(total, axis=0, keepdims=True)
+def _refill(core: Core, layer, j) -> None:
+    following = j + core.config.blocks.expert_slots
+
+    @pl.when(following < core.config.rows * core.config.moe.top_k)
+    def _():
+        copy(core, layer, _pick(core, following), lax.rem(j, core.config.blocks.expert_slots)).start()
 
 
-def _down(core: Core, words, hidden):
-    """w2 for hidden [1, F], by groups of 32 hidden channels: [groups, L]."""
+def _diagonals(core: Core, z) -> list:
+    """Per stretch of the record what multiplies it from the left, [QUARTERS * rows of groups, 2F]: for each quarter of
+    the inputs and each group the inputs of this group, and zeros."""
     record = core.plan.record
+    rows, quarter = 2 * record.expert, record.quarter
+    quarters = [z[:, i * quarter : (i + 1) * quarter] for i in range(QUARTERS)]
+    made = []
+    for stretch in range(record.stretches):
+        start = rows * stretch % quarter
+        piles = [jnp.concatenate([x] * (2 + rows // quarter), axis=1)[:, start : start + rows] for x in quarters]
+        made.append(_joined([_diagonal(x, round_up(record.groups, 8)) for x in piles], 0))
+    return made
+
+
+def _up(core: Core, words: list, diagonals: list) -> list:
+    """Gate and up of some experts: [1, 2F] of each."""
+    c, record = core.config, core.plan.record
+    columns = [None] * record.columns
+    for stretch, x in enumerate(diagonals):
+        lanes = slice(stretch * STRETCH, (stretch + 1) * STRETCH)
+        codes = _joined([_values(c, w[: record.up_rows, lanes]) for w in words], 1)
+        scales = _joined([_scales(w[record.up_scale_start : record.down_scale_start, lanes]) for w in words], 1)
+        sums = jnp.dot(x, codes, precision=c.precision, preferred_element_type=F32)
+        term = _own_quarter(sums)[: len(scales)] * scales
+        row = lax.broadcasted_iota(I32, term.shape, 0)
+        for column, first, last in _columns(record, stretch):
+            part = term if (first, last) == (0, record.groups) else jnp.where((row >= first) & (row < last), term, 0.0)
+            columns[column] = part if columns[column] is None else columns[column] + part
+    columns = [jnp.sum(column, axis=0, keepdims=True) for column in columns]
+    return [_joined([_folded(x, i * STRETCH) for x in columns], 1) for i in range(len(words))]
+
+
+def _folded(x, lane: int):
+    """The sum over the quarters of the inputs, [1, 64], of one expert's 256 lanes."""
+    return sum(x[:, lane + i * OUTPUTS : lane + (i + 1) * OUTPUTS] for i in range(QUARTERS))
+
+
+def _columns(record: Record, stretch: int):
+    """(column, first, last group) of the columns of outputs that a stretch of the pile has rows of."""
+    start, per_column = record.groups * stretch, record.quarter // GROUP
+    for column in range(start // per_column, (start + record.groups - 1) // per_column + 1):
+        first, last = column * per_column - start, (column + 1) * per_column - start
+        yield column, max(first, 0), min(last, record.groups)
+
+
+def _own_quarter(sums):
+    """[QUARTERS * R, lanes] -> [R, lanes]: in the lanes of a quarter the rows that hold its inputs."""
+    R = len(sums) // QUARTERS
+    quarter = lax.div(lax.rem(lax.broadcasted_iota(I32, (R, sums.shape[1]), 1), STRETCH), OUTPUTS)
+    picked = sums[:R]
+    for i in range(1, QUARTERS):
+        picked = jnp.where(quarter == i, sums[i * R : (i + 1) * R], picked)
+    return picked
+
+
+def _down(core: Core, words: list, hidden: list):
+    """w2 of some experts for hidden [1, F] of each, by experts and groups of 32 hidden channels: [experts groups, L].
+
+    The experts' codes stand one below the other, and so do their inputs along the diagonal.
+    """
+    c, record = core.config, core.plan.record
+    F, groups = record.expert, SCALES * record.down_scale_rows
     top = record.up_rows + round_up(record.down_rows, 8)  # whole tiles; what follows the codes is cut off again
-    codes = _values(core.config, words[record.up_rows : top, :])[: record.expert]
-    sums = jnp.dot(_diagonal(hidden), codes, precision=core.config.precision, preferred_element_type=F32)
+    codes = _joined([_values(c, w[record.up_rows : top, :])[:F] for w in words], 0)
     start, rows = record.down_scale_start, record.down_scale_rows
-    return sums[: SCALES * rows] * _scales(words[start : start + rows, :])
+    scales = _joined([_scales(w[start : start + rows, :]) for w in words], 0)
+    x = jnp.broadcast_to(_joined(hidden, 1), (round_up(len(scales), 16), F * len(words)))
+    row, column = (lax.broadcasted_iota(I32, x.shape, axis) for axis in (0, 1))
+    here = row == groups * lax.div(column, F) + lax.div(lax.rem(column, F), GROUP)
+    x = jnp.where(here, x, jnp.zeros((), x.dtype))
+    sums = jnp.dot(x, codes, precision=c.precision, preferred_element_type=F32)
+    return sums[: len(scales)] * scales
 
 
-def _stacked(parts: list):
-    return jnp.concatenate(parts, axis=0) if len(parts) > 1 else parts[0]
+def _joined(parts: list, axis: int):
+    return jnp.concatenate(parts, axis=axis) if len(parts) > 1 else parts[0]
 
 
 def _values(c: DecodeConfig, words):
@@ -128,9 +181,8 @@ def _scales(words):
     return lax.bitcast_convert_type(lax.shift_left(bits, jnp.full_like(bits, 23)), F32)
 
 
-def _diagonal(x):
-    """[1, n] bfloat16 -> [groups, n]: row i holds x in its i-th 32 columns; rows of zeros up to a whole tile."""
-    groups = x.shape[1] // GROUP
-    shape = (max(groups, 16), x.shape[1])
+def _diagonal(x, rows: int):
+    """[1, n] -> [rows, n]: row i holds x in its i-th 32 columns."""
+    shape = (rows, x.shape[1])
     here = lax.broadcasted_iota(I32, shape, 0) == lax.div(lax.broadcasted_iota(I32, shape, 1), GROUP)
     return jnp.where(here, jnp.broadcast_to(x, shape), jnp.zeros((), x.dtype))

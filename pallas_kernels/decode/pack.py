@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.decode.config import LANES, DecodeConfig, round_up
 from pallas_kernels.decode.plan import VECTORS, Plan
-from pallas_kernels.decode.record import CHUNK, GROUP, PER_WORD, SCALES, Record
+from pallas_kernels.decode.record import GROUP, OUTPUTS, PER_WORD, QUARTERS, SCALES, STRETCH, Record
 from pallas_kernels.decode.tape import Block, Part
 
 Named = Mapping[str, np.ndarray]
@@ -205,56 +205,74 @@ def pack_records(record: Record, gate: ExpertCodes, up: ExpertCodes, down: Exper
     """Records [E, rows, L] of one rank's slices: gate and up [E, F, L], down [E, L, F]."""
     codes = np.concatenate([gate.codes, up.codes], axis=1)
     scales = np.concatenate([gate.scales, up.scales], axis=1)
+    parts = (
+        _side_by_side(_words(_stretches(record, codes))),
+        _words(down.codes.swapaxes(1, 2)),
+        _side_by_side(_bytes(_stretches(record, scales))),
+        _bytes(down.scales.swapaxes(1, 2)),
+    )
+    words = np.concatenate(parts, axis=-2)
     out = np.zeros((len(codes), *record.shape), np.uint32)
-    out[:, : record.up_rows] = _words(codes)
-    out[:, record.up_rows : record.up_scale_start] = _words(down.codes.swapaxes(1, 2))
-    packed = _bytes(scales.swapaxes(1, 2))  # [E, CHUNK * chunks, 2F]
-    for chunk in range(record.chunks):
-        row, lane = record.chunk_at(chunk)
-        words = packed[:, CHUNK * chunk : CHUNK * (chunk + 1)]
-        out[:, row : row + CHUNK, lane : lane + packed.shape[2]] = words
-    packed = _bytes(down.scales.swapaxes(1, 2))
-    out[:, record.down_scale_start : record.down_scale_start + packed.shape[1]] = packed
+    out[:, : words.shape[1]] = words
     return out.view(np.int32)
 
 
+def _stretches(record: Record, weight: np.ndarray) -> np.ndarray:
+    """[E, 2F, inputs] -> [E, stretches, rows, 256]; also of scales, which have an input for every 32."""
+    pile = weight.reshape(len(weight), record.columns, OUTPUTS, QUARTERS, -1)
+    pile = np.moveaxis(pile, (4, 3, 2), (2, 3, 4))  # [E, columns, inputs of a quarter, quarters, outputs]
+    return pile.reshape(len(weight), record.stretches, -1, STRETCH)
+
+
+def _from_stretches(record: Record, stretches: np.ndarray) -> np.ndarray:
+    pile = stretches.reshape(len(stretches), record.columns, -1, QUARTERS, OUTPUTS)
+    return np.moveaxis(pile, (2, 3, 4), (4, 3, 2)).reshape(len(stretches), 2 * record.expert, -1)
+
+
+def _side_by_side(stretches: np.ndarray) -> np.ndarray:
+    """[E, stretches, rows, 256] -> [E, rows, L]."""
+    return np.moveaxis(stretches, 1, 2).reshape(len(stretches), stretches.shape[2], -1)
+
+
+def _apart(rows: np.ndarray) -> np.ndarray:
+    return np.moveaxis(rows.reshape(len(rows), rows.shape[1], -1, STRETCH), 2, 1)
+
+
 def _words(codes: np.ndarray) -> np.ndarray:
-    """[E, 8 R, lanes] codes -> [E, R, lanes] words, the first code in the lowest bits."""
-    grouped = codes.reshape(len(codes), -1, PER_WORD, codes.shape[2]).astype(np.uint32)
-    return np.bitwise_or.reduce(grouped << (4 * np.arange(PER_WORD, dtype=np.uint32))[:, None], axis=2)
+    """[..., 8 R, lanes] codes -> [..., R, lanes] words, the first code in the lowest bits."""
+    return _joined(codes, PER_WORD, 4)
 
 
 def _bytes(scales: np.ndarray) -> np.ndarray:
-    """[E, groups, lanes] bytes -> [E, ceil(groups / 4), lanes] words."""
+    """[..., groups, lanes] bytes -> [..., ceil(groups / 4), lanes] words."""
     if scales.max(initial=0) == 255:
         raise PackError("an expert's scale is 255, MXFP4's NaN: expected 0 to 254")
     if scales.min(initial=255) == 0:
         raise PackError("an expert's scale is 0, 2 ** -127, which a TPU flushes to zero: expected 1 to 254")
-    groups = -(-scales.shape[1] // SCALES)
-    padded = np.zeros((len(scales), groups * SCALES, scales.shape[2]), np.uint32)
-    padded[:, : scales.shape[1]] = scales
-    grouped = padded.reshape(len(scales), groups, SCALES, -1)
-    return np.bitwise_or.reduce(grouped << (8 * np.arange(SCALES, dtype=np.uint32))[:, None], axis=2)
+    missing = -scales.shape[-2] % SCALES
+    return _joined(np.pad(scales, [(0, 0)] * (scales.ndim - 2) + [(0, missing), (0, 0)]), SCALES, 8)
+
+
+def _joined(fields: np.ndarray, count: int, bits: int) -> np.ndarray:
+    """`count` rows of fields into one of words."""
+    grouped = fields.reshape(*fields.shape[:-2], -1, count, fields.shape[-1]).astype(np.uint32)
+    return np.bitwise_or.reduce(grouped << (bits * np.arange(count, dtype=np.uint32))[:, None], axis=-2)
+
+
+def _split(words: np.ndarray, count: int, bits: int) -> np.ndarray:
+    """The inverse of `_joined`."""
+    fields = words[..., None, :] >> (bits * np.arange(count, dtype=np.uint32))[:, None] & (2**bits - 1)
+    return fields.reshape(*words.shape[:-2], -1, words.shape[-1]).astype(np.uint8)
 
 
 def unpack_records(record: Record, words: np.ndarray) -> tuple[ExpertCodes, ExpertCodes, ExpertCodes]:
     """The inverse of `pack_records`."""
     words, F = words.view(np.uint32), record.expert
-    codes = _codes(words[:, : record.up_rows])
-    chunks = [record.chunk_at(chunk) for chunk in range(record.chunks)]
-    packed = np.concatenate([words[:, row : row + CHUNK, lane : lane + 2 * F] for row, lane in chunks], axis=1)
-    scales = _split(packed, record.latent // GROUP).swapaxes(1, 2)
-    down = _codes(words[:, record.up_rows : record.up_scale_start]).swapaxes(1, 2)
-    down_scales = _split(words[:, record.down_scale_start :], F // GROUP).swapaxes(1, 2)
+    ends = (record.up_rows, record.up_scale_start, record.down_scale_start)
+    codes, down, scales, down_scales = np.split(words, ends, axis=1)
+    codes = _from_stretches(record, _split(_apart(codes), PER_WORD, 4))
+    scales = _from_stretches(record, _split(_apart(scales), SCALES, 8)[:, :, : record.groups])
+    down = _split(down, PER_WORD, 4).swapaxes(1, 2)
+    down_scales = _split(down_scales, SCALES, 8)[:, : F // GROUP].swapaxes(1, 2)
     gate, up = (ExpertCodes(codes[:, part], scales[:, part]) for part in (slice(0, F), slice(F, 2 * F)))
     return gate, up, ExpertCodes(down, down_scales)
-
-
-def _codes(words: np.ndarray) -> np.ndarray:
-    nibbles = words[:, :, None] >> (4 * np.arange(PER_WORD, dtype=np.uint32))[:, None] & 15
-    return nibbles.reshape(len(words), -1, words.shape[2]).astype(np.uint8)
-
-
-def _split(words: np.ndarray, groups: int) -> np.ndarray:
-    parts = words[:, :, None] >> (8 * np.arange(SCALES, dtype=np.uint32))[:, None] & 255
-    return parts.reshape(len(words), -1, words.shape[2])[:, :groups].astype(np.uint8)

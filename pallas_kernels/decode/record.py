@@ -1,26 +1,29 @@
 """A record: one rank's part of one routed expert, MXFP4 codes and scales together, so that one DMA brings it.
 
-int32 [rows, L], L the latent width, F the expert width of this rank:
+int32 [rows, L], L the latent width, F the expert width of this rank. Gate and up, [L inputs, 2F outputs], stand as the
+matrix unit wants weights, inputs from top to bottom, without padding: 64 outputs side by side four times, for the four
+quarters of the inputs, are 256 lanes; the 2F / 64 such columns are put one below the other, and the pile
+[2F L / 256, 256] is cut into L / 256 stretches of 2F rows, which stand side by side again. So a stretch is 256 lanes of
 
-    codes of gate and up   2F / 8 rows   word (i, l): nibble t is output 8 i + t of input l; gate's F outputs, then up's
-    codes of down           F / 8 rows   word (i, l): nibble t is hidden channel 8 i + t of output l
-    scales of gate and up                a chunk, two rows high, holds eight groups of 32 inputs: row i, lane o, byte t
-                                         is the scale of output o in group 4 i + t; chunks fill the lanes of two rows
-    scales of down                       row i, lane l, byte t is that of output l in group 4 i + t of hidden channels
+    codes of gate and up    2F / 8 rows           word (i, l): nibble t is row 8 i + t of the stretch
+    codes of down           F / 8 rows            word (i, l): nibble t is hidden channel 8 i + t of output l
+    scales of gate and up   ceil(2F / 128) rows   word (i, l): byte t is the E8M0 scale of rows 32 (4 i + t) to + 31
+    scales of down          ceil(F / 128) rows    word (i, l): byte t is that of hidden channels 32 (4 i + t) to + 31
 
-so that the bytes of a chunk's words, one below the other, are eight whole rows.
-
-Every rank holds a slice of every expert, hence no choice of experts makes one rank wait for another.
+Outputs are gate's F, then up's. Every rank holds a slice of every expert, hence no choice of experts makes one rank
+wait for another.
 """
 
 from dataclasses import dataclass
 
-from pallas_kernels.decode.config import LANES, DecodeConfig, round_up
+from pallas_kernels.decode.config import DecodeConfig, round_up
 
 GROUP = 32  # codes that share a scale
 PER_WORD = 8  # codes in a word
 SCALES = 4  # scales in a word
-CHUNK = 2  # rows of words in a chunk of scales
+OUTPUTS = 64  # side by side
+QUARTERS = 4  # of the inputs, side by side
+STRETCH = OUTPUTS * QUARTERS  # lanes
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,24 @@ class Record:
         return Record(config.moe.latent, config.share(config.moe.expert))
 
     @property
+    def stretches(self) -> int:
+        return self.latent // STRETCH
+
+    @property
+    def columns(self) -> int:
+        return 2 * self.expert // OUTPUTS
+
+    @property
+    def quarter(self) -> int:
+        """Inputs in a quarter, rows of a column."""
+        return self.latent // QUARTERS
+
+    @property
+    def groups(self) -> int:
+        """Groups of 32 rows in a stretch."""
+        return 2 * self.expert // GROUP
+
+    @property
     def up_rows(self) -> int:
         return 2 * self.expert // PER_WORD
 
@@ -41,24 +62,16 @@ class Record:
         return self.expert // PER_WORD
 
     @property
-    def chunk_lanes(self) -> int:
-        return round_up(2 * self.expert, LANES)
-
-    @property
-    def chunks_per_row(self) -> int:
-        return self.latent // self.chunk_lanes
-
-    @property
-    def chunks(self) -> int:
-        return self.latent // (GROUP * SCALES * CHUNK)
-
-    @property
     def up_scale_start(self) -> int:
         return self.up_rows + self.down_rows
 
     @property
+    def up_scale_rows(self) -> int:
+        return -(-self.groups // SCALES)
+
+    @property
     def down_scale_start(self) -> int:
-        return self.up_scale_start + CHUNK * -(-self.chunks // self.chunks_per_row)
+        return self.up_scale_start + self.up_scale_rows
 
     @property
     def down_scale_rows(self) -> int:
@@ -67,8 +80,3 @@ class Record:
     @property
     def shape(self) -> tuple[int, int]:
         return round_up(self.down_scale_start + self.down_scale_rows, 8), self.latent
-
-    def chunk_at(self, chunk: int) -> tuple[int, int]:
-        """(first row, first lane) of a chunk of gate's and up's scales."""
-        row, place = divmod(chunk, self.chunks_per_row)
-        return self.up_scale_start + CHUNK * row, place * self.chunk_lanes

@@ -17,7 +17,6 @@ BLOCKS = Blocks(
     tile_cols=256,
     banks=3,
     expert_slots=3,
-    expert_columns=256,
     cache_rows=16,
     whole_sum_bytes=10**6,
 )

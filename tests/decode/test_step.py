@@ -83,7 +83,7 @@ MISTAKES = {
     ),
     "state-of-the-wrong-layer": Mutation("core", "source.at[index]", "source.at[0]"),
     "bias-in-the-weights": Mutation("router", "where(here, scores, 0.0)", "where(here, left, 0.0)"),
-    "scales-of-the-next-group": Mutation("experts", "(start + k) // inputs", "(start - k) // inputs"),
+    "the-wrong-quarter": Mutation("experts", "quarter == i,", "quarter == QUARTERS - i,"),
     "one-token-too-many": Mutation("mla", "<= position, s, LOWEST", "<= position + 1, s, LOWEST"),
     "bank-row-unmasked": Mutation("attn_res", "<= block, s, -jnp.inf", "<= block + 1, s, -jnp.inf"),
     "sum-without-one-rank": Mutation("collectives", "for n in range(1, self.ranks)", "for n in range(2, self.ranks)"),
