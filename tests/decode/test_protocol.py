@@ -6,6 +6,8 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
+from k3_jax.recipe import load_recipe
+from k3_jax.serve.pack import decode_config
 from pallas_kernels.decode import Plan, channels, core, mla
 from pallas_kernels.decode.collectives import Links
 from pallas_kernels.decode.follow import Access, Place, Signal, Start, Wait
@@ -37,6 +39,14 @@ def test_two_and_eight_ranks():
             kernel_config(model_config(5, ranks), ranks=ranks, cache_ranks=ranks, capacity=128, blocks={"banks": 2})
         )
         play(trace(plan, (0, 100)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"cache_ranks": 32, "capacity": 2**20}], ids=["whole-cache", "cut-cache"])
+def test_k3_on_32_cores(changes):
+    """Its first five layers, which are of every kind."""
+    config = decode_config(load_recipe("configs/k3.py").model, **({"ranks": 32, "rows": 1, "capacity": 2048} | changes))
+    play(trace(Plan(dataclasses.replace(config, layers=config.layers[:5])), (700,)))
 
 
 def no_barrier(patch):
