@@ -143,10 +143,13 @@ def _only(stage: Stage, found: list[Span]) -> Span:
 
 
 def weight_sized_copies(dump: Dump, plan: Plan) -> int:
-    """Operations besides the kernel that write an array as large as one of the weights, or larger than every cache."""
+    """Operations besides the kernel that write to HBM an array as large as one of the weights, or larger than every
+    cache."""
     logical = lambda arrays: {x.size * x.dtype.itemsize for x in arrays.values()}  # noqa: E731
     caches = logical(plan.caches)
-    weights = logical(plan.weights) - caches  # `heads` has the shape of the convolutions' history, which may be copied
+    weights = logical(plan.weights) - caches  # `heads` of one row are as large as convolutions' histories, copied once
     ops = [op for inside in read_hlo(dump.hlo).values() for op in inside.values()]
-    written = [size for op in ops if op.opcode not in FREE and not op.is_pallas for size, _ in op.arrays]
+    # What an asynchronous start names is written by its -done.
+    ops = [op for op in ops if op.opcode not in FREE and not op.is_pallas and not op.opcode.endswith("-start")]
+    written = [size for op in ops for size, in_hbm in op.arrays if in_hbm]
     return sum(size in weights or size > max(caches) for size in written)
