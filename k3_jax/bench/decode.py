@@ -17,12 +17,14 @@ LARGEST_BATCH = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", metavar="NAME", help="predict for all devices of it, such as tpu7x:2x2x4")
-    parser.add_argument(
-        "--config", metavar="FILE", help=f"recipe (default: {TINY}; with --topology {RELEASED})"
-    )
+    parser.add_argument("--config", metavar="FILE", help=f"recipe (default: {TINY}; with --topology {RELEASED})")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows, 1 to 8 (default: 1)")
     parser.add_argument(
-        "--context", type=int, default=CONTEXT, metavar="T", help=f"tokens in the cache of every row (default: {CONTEXT})"
+        "--context",
+        type=int,
+        default=CONTEXT,
+        metavar="T",
+        help=f"tokens in the cache of every row (default: {CONTEXT})",
     )
     parser.add_argument(
         "--baseline", choices=("mla",), help="with --topology: beside it the model with MLA in all layers but the first"

@@ -1,5 +1,6 @@
 """Tokens per second of the XLA decode path (`k3_jax.serve.decode`) with random weights: a figure to see regressions."""
 
+import dataclasses
 import statistics
 import time
 from typing import Any
@@ -26,7 +27,7 @@ def measure(config: str, rows: int, context: int, steps: int, repeats: int) -> d
     report.progress(f"{config}: compiling {steps} steps of {rows} rows")
     model = nnx.jit(lambda: K3(recipe, rngs=nnx.Rngs(0), dtype=jnp.float32))()
     cache = model.init_cache(rows, room(end), jnp.float32)
-    cache = cache.replace(lengths=jnp.full((rows,), context, jnp.int32))
+    cache = dataclasses.replace(cache, lengths=jnp.full((rows,), context, jnp.int32))
     full = lambda value, dtype: jnp.full((rows,), value, dtype)  # noqa: E731
     state = Decoding(cache, full(0, jnp.int32), full(True, bool), full(np.iinfo(np.int32).max, jnp.int32))
     seconds = []

@@ -9,7 +9,6 @@ from k3_jax.recipe import load_recipe
 from k3_jax.serve.pack import BLOCKS, decode_config
 from pallas_kernels.common import aot
 from pallas_kernels.decode import AXIS, Plan, abstract_arguments, decode_program
-from pallas_kernels.decode.config import round_up
 
 STEPS = 16
 CUT = 21_000  # tokens in all rows together from which a cut cache is faster: two exchanges, or 24 MB of HBM
@@ -18,7 +17,8 @@ CUT = 21_000  # tokens in all rows together from which a cut cache is faster: tw
 def plan_of(model: K3Config, ranks: int, rows: int, context: int) -> Plan:
     """For so many tokens in every row; the cache is cut over the ranks where that is faster."""
     cut = ranks if rows * context > CUT else 1
-    capacity = round_up(context + STEPS, BLOCKS.cache_rows * cut)
+    tile = BLOCKS.cache_rows * cut
+    capacity = -(-(context + STEPS) // tile) * tile
     return Plan(decode_config(model, ranks=ranks, rows=rows, capacity=capacity, cache_ranks=cut))
 
 

@@ -6,7 +6,7 @@ from k3_jax.bench import report
 
 CAVEATS = """\
 Predicted, not measured: no part of this has run on a TPU. Copies from HBM at 3.05 TB/s per core, one after the other;
-an exchange between ranks takes 4 us, or its bytes on the links at 134 GB/s; arithmetic takes its bundles at 1.43 per ns.
+an exchange of ranks takes 4 us, or its bytes on the links at 134 GB/s; arithmetic takes its bundles at 1.43 per ns.
 These are published figures of other kernels. Latency of single copies, skew of ranks and dispatch are left out. What is
 claimed is the ratio to the published kernel under one model, of which two constants are fitted to its throughput at
 batch 1 and 8."""
@@ -37,7 +37,10 @@ def _facts(x: dict[str, Any]) -> list[tuple[str, str]]:
         ("bytes per step, over the least", f"{x['bytes_per_step'] / 1e9:.1f} GB, {x['bytes_over_minimum']:.3f}"),
         ("busiest rank over the mean", f"{x['max_rank_over_mean']:.2f}"),
         ("copies of the weights", f"{x['weight_copies']} ({x['weight_bytes_over_model']:.3f} of their bytes)"),
-        ("prefill of 8,192 tokens beside it", f"{fits}: {x['prefill']['gib_per_core']:.1f} GiB (counted, not compiled)"),
+        (
+            "prefill of 8,192 tokens beside it",
+            f"{fits}: {x['prefill']['gib_per_core']:.1f} GiB (counted, not compiled)",
+        ),
         ("static bundles", f"{x['static_bundles']:,}"),
     ]
 
@@ -60,7 +63,9 @@ def _published(x: dict[str, Any]) -> list[tuple[str, ...]]:
     for batch, measured in x["measured_tokens_per_s"].items():
         model = x["model_tokens_per_s"][batch]
         error = f"{100 * (model / measured - 1):+.1f} %"
-        rows.append((f"{batch}", f"{measured:.0f}", f"{model:.0f}", error if batch in x["held_out_error"] else "fitted"))
+        rows.append(
+            (f"{batch}", f"{measured:.0f}", f"{model:.0f}", error if batch in x["held_out_error"] else "fitted")
+        )
     return rows
 
 
@@ -74,8 +79,8 @@ def _extra(x: dict[str, Any]) -> str:
         )
     if b := x.get("baseline_mla"):
         lines.append(
-            f"MLA in all layers but the first, predicted: {b['predicted_tokens_per_s']:.0f} tokens/s, {b['slower']:.2f} times slower, "
-            f"{b['model_bytes_ratio']:.3f} of the bytes"
+            f"MLA in all layers but the first, predicted: {b['predicted_tokens_per_s']:.0f} tokens/s, "
+            f"{b['slower']:.2f} times slower, {b['model_bytes_ratio']:.3f} of the bytes"
         )
     return "\n".join(lines)
 

@@ -62,7 +62,7 @@ def compile_program(target: str, arguments: dict[str, Any], folder: Path, timeou
 
 
 def write_program(target: str, arguments: str, folder: str) -> int:
-    """The compiling process: writes the HLO, its report and the kind of device too. The last line of stderr is the error."""
+    """The compiling process: writes HLO, report and kind of device too. The last line of stderr is the error."""
     import jax
 
     from pallas_kernels.common.aot import report_of

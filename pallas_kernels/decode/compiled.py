@@ -15,7 +15,16 @@ from pallas_kernels.common.dump import FINAL, PACKED, Dump, DumpError
 from pallas_kernels.common.hlo import FREE, Op, read_hlo
 from pallas_kernels.common.schedule import BRANCH_DELAY, issued_of
 from pallas_kernels.decode.plan import Plan
-from pallas_kernels.decode.stages import EMBED, HEAD, MIX, START_BLOCK, Stage, StageBundles, channel_stages, mixer_stages
+from pallas_kernels.decode.stages import (
+    EMBED,
+    HEAD,
+    MIX,
+    START_BLOCK,
+    Stage,
+    StageBundles,
+    channel_stages,
+    mixer_stages,
+)
 
 REMOTE = "dma.general"  # instructions that copy to other cores, among other copies
 Span = tuple[int, int]
@@ -35,8 +44,8 @@ class Code:
     def static(self) -> int:
         return int(self.issued.sum())
 
-    def executed(self, span: Span) -> int:
-        return int(self.counts[slice(*span)] @ self.issued[slice(*span)])
+    def executed(self, span: Span) -> float:
+        return float(self.counts[slice(*span)] @ self.issued[slice(*span)])
 
     def inside(self, span: Span) -> list[Span]:
         """The outermost loops of a span."""
@@ -114,7 +123,7 @@ def _cut(code: Code, plan: Plan, span: Span, stages: tuple[Stage, ...]) -> list[
 
 def _sends(code: Code, plan: Plan, loop: Span) -> bool:
     steps = (plan.config.ranks - 1) * len(plan.config.layers)
-    return code.counts[loop[0]] == steps and any(REMOTE in code.text[i] for i in range(*loop))
+    return bool(code.counts[loop[0]] == steps) and any(REMOTE in code.text[i] for i in range(*loop))
 
 
 def _stage(code: Code, plan: Plan, stage: Stage, span: Span) -> StageBundles:
@@ -123,7 +132,9 @@ def _stage(code: Code, plan: Plan, stage: Stage, span: Span) -> StageBundles:
     others = [x for x in code.inside(span) if not _sends(code, plan, x)]
     if stage.experts:
         choices = c.rows * c.moe.top_k
-        issue = _only(stage, [x for x in others if code.counts[x[0]] == layers * min(c.blocks.expert_slots, choices)][:1])
+        issue = _only(
+            stage, [x for x in others if code.counts[x[0]] == layers * min(c.blocks.expert_slots, choices)][:1]
+        )
         experts = max(others, key=code.executed)
         first, each = code.executed((span[0], issue[1])), code.executed(experts)
         return StageBundles((total - first - each) / layers, first / layers, expert=each / layers / choices)

@@ -130,6 +130,7 @@ def _fullest(rows: int) -> float:
     return busiest(rows, GROUPS)[0]
 
 
+@functools.cache
 def fit(rates: Rates) -> Arithmetic:
     """The two constants from the throughput at batch 1 and 8. Raises ValueError where none, not negative, gives it."""
 
@@ -143,12 +144,22 @@ def fit(rates: Rates) -> Arithmetic:
     return Arithmetic(fixed(row), row)
 
 
-def _root(f: Callable[[float], float], high: float = 40e-6, steps: int = 14) -> float:
-    """Where a rising function of seconds in [0, high] is 0; 0 where it is above from the start."""
-    low = 0.0
-    if f(low) >= 0:
+def _root(f: Callable[[float], float], high: float = 40e-6, exact: float = 1e-8) -> float:
+    """Where a rising function in [0, high] is 0 up to `exact`, by false position (the Illinois form); 0 where it is
+    above from the start. Raises ValueError where it is below at the end."""
+    low, below, above = 0.0, f(0.0), f(high)
+    if below >= 0:
         return low
-    for _ in range(steps):
-        middle = (low + high) / 2
-        low, high = (low, middle) if f(middle) >= 0 else (middle, high)
-    return (low + high) / 2
+    if above < 0:
+        raise ValueError(f"no root up to {high}")
+    side = 0
+    while True:
+        middle = high - above * (high - low) / (above - below)
+        value = f(middle)
+        if abs(value) < exact:
+            return middle
+        if value > 0:
+            high, above, below = middle, value, below / 2 if side > 0 else below
+        else:
+            low, below, above = middle, value, above / 2 if side < 0 else above
+        side = 1 if value > 0 else -1
