@@ -38,7 +38,9 @@ def predictions(plan: Plan, bundles: dict[str, StageBundles], context: int) -> d
     }
     if rows == DRAFT_TOKENS:
         found["verification"] = verification(plan, now)
-    return found | (_published(rows, found["sensitivity"]) if _is_k3(plan) else {"published": None})
+    if _is_k3(plan) and context <= published.CONTEXT:
+        return found | _published(rows, found["sensitivity"])
+    return found | {"predicted_published_tokens_per_s": None, "published": None}
 
 
 def step_times(plan: Plan, bundles: dict[str, StageBundles], context: int, rates: Rates = RATES) -> Times:

@@ -126,6 +126,13 @@ def test_predictions_of_k3(plan, monkeypatch):
     assert found["published"]["held_out_error"].keys() == {2, 4}
 
 
+def test_nothing_published_of_long_contexts(short, plan, monkeypatch):
+    monkeypatch.setattr(predicted, "PHASES_US", (4.0,))
+    for other, context in ((short, 576), (plan, 1153)):
+        found = predictions(other, free(other), context)
+        assert found["published"] is found["predicted_published_tokens_per_s"] is None
+
+
 def test_facts_of_the_plan(plan):
     from pallas_kernels.common import tpu
     from pallas_kernels.decode.bench import Program
