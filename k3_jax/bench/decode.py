@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         return decode_predicted.run(args)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"--{error}") from None
     except DumpError as error:

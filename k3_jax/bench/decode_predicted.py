@@ -19,7 +19,7 @@ from pallas_kernels.decode.bench import Program, facts, model_against, predictio
 
 def run(args: argparse.Namespace) -> int:
     config = args.config or "configs/k3.py"
-    chip, ranks = tpu.chip(args.topology), len(topology(args.topology).devices)
+    ranks, chip = len(topology(args.topology).devices), tpu.chip(args.topology)
     if chip != tpu.TPU7X:
         raise ConfigError(f"--topology = {args.topology}: expected a TPU7x slice, for which there are constants")
     model = load_recipe(config).model

@@ -21,6 +21,11 @@ def bench(capsys):
         (["--baseline", "mla"], "--baseline: expected --topology"),
         (["--plot", "a.png"], "--plot: expected --topology"),
         (["--topology", "tpu7x:2x2x4", "--plot", "a.txt"], "expected a name that ends in"),
+        (["--topology", "tpu9:2x2"], "--topology = 'tpu9:2x2': expected a name"),
+        (
+            ["--topology", "tpu7x:2x2x4", "--config", "configs/tiny.py"],
+            "error: kda.heads = 4: expected a multiple of ranks = 32",
+        ),
         (["--topology", "v6e:2x4"], "--topology = v6e:2x4: expected a TPU7x slice"),
     ],
 )
