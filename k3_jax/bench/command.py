@@ -28,6 +28,11 @@ BENCHES = {
         "grouped products of the experts, predicted for a TPU, beside the kernels of XLA and of JAX",
         "k3 bench grouped --topology tpu7x:2x2x1 --ranks 64 --json grouped.json",
     ),
+    "decode": Bench(
+        "k3_jax.bench.decode",
+        "the decode step as one kernel, predicted for a TPU slice; without a topology XLA's, measured on this machine",
+        "k3 bench decode --topology tpu7x:2x2x4 --config configs/k3.py --batch 1 --json\n  k3 bench decode",
+    ),
     "balance": Bench(
         "k3_jax.bench.balance",
         "expert parallelism: who computes what, and which experts are borrowed, for a given routing",

@@ -99,6 +99,12 @@ def execute(bundles: list[str], branch_delay: int, table: int | None = None, len
     return _Interpreter(_blocks(bundles, branch_delay), table, lengths).run()
 
 
+def loops(bundles: list[str], branch_delay: int) -> list[tuple[int, int]]:
+    """Spans [first, last + 1) of all loops, in order; those that are inside of others too."""
+    blocks = _blocks(bundles, branch_delay)
+    return sorted((_target(b.branch), b.end) for b in blocks if b.branch and _target(b.branch) <= b.start)
+
+
 # Reading
 
 

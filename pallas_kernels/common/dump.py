@@ -5,6 +5,7 @@ schedule with its waits written out, one bundle per cycle; `final_bundles` is wh
 into the bundles before them.
 """
 
+import dataclasses
 import importlib
 import json
 import os
@@ -61,8 +62,10 @@ def compile_program(target: str, arguments: dict[str, Any], folder: Path, timeou
 
 
 def write_program(target: str, arguments: str, folder: str) -> int:
-    """The compiling process: writes the HLO and the kind of device too. The last line of stderr is the error."""
+    """The compiling process: writes HLO, report and kind of device too. The last line of stderr is the error."""
     import jax
+
+    from pallas_kernels.common.aot import report_of
 
     try:
         lowered = _load(target)(**json.loads(arguments))
@@ -75,6 +78,7 @@ def write_program(target: str, arguments: str, folder: str) -> int:
     device = next(iter(jax.tree.leaves(compiled.output_shardings)[0].device_set))
     Path(folder, "device_kind").write_text(device.device_kind)
     Path(folder, "program.hlo").write_text(compiled.as_text())
+    Path(folder, "report.json").write_text(json.dumps(dataclasses.asdict(report_of(compiled))))
     return 0
 
 
@@ -104,6 +108,19 @@ class Dump:
     @property
     def hlo(self) -> str:
         return (self.folder / "program.hlo").read_text()
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The fields of `aot.CompileReport`."""
+        return json.loads((self.folder / "report.json").read_text())
+
+    def vmem_bytes(self, label: str) -> int:
+        """VMEM that an op's buffers and spilled registers take, of the compiler's report."""
+        (report,) = self.folder.glob(f"*-{TOP}-*-vmem_report.html")
+        found = re.search(rf'"{re.escape(label)}": \{{.*?"total_size": (\d+)', report.read_text(), re.DOTALL)
+        if not found:
+            raise DumpError(f"VMEM of {label}: expected it in {report.name}")
+        return int(found[1])
 
     def text(self, label: str, kind: str) -> str:
         """One file: they are named TIME-LABEL-NUMBER-KIND.txt. Raises DumpError unless there is exactly one."""

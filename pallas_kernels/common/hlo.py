@@ -15,7 +15,7 @@ _INSTRUCTION = re.compile(r"^\s*(ROOT )?%([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{([^}]*)\})?")
 _BITS = re.compile(r"[a-z]+(\d+)")
 # They move nothing themselves. A start of something asynchronous moves what its result names.
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
 _SLICES = {"dynamic-slice", "slice"}
 _GROUPED = ("ragged-dot-none", "grouped_matmul", "grouped_outer")  # XLA's kernel and ours
 
@@ -85,7 +85,7 @@ def hbm_bytes(op: Op, inside: Computation, computations: dict[str, Computation])
 
     Every operand and result counts whole, except where a fusion only slices an operand or updates a slice of it.
     """
-    if op.opcode in _FREE or op.opcode.endswith("-done") or "AllocateBuffer" in op.rest:
+    if op.opcode in FREE or op.opcode.endswith("-done") or "AllocateBuffer" in op.rest:
         return 0
     if op.opcode.endswith(("-start", "-update")):
         return op.size(hbm_only=True)

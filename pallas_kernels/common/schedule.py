@@ -178,7 +178,7 @@ def _calls(dump: Dump) -> Counter[str]:
 
 def _read_code(dump: Dump, label: str, table: int | None, length: int | None = None) -> Code:
     bundles = read_bundles(dump.text(label, PACKED))
-    issued = _issued(bundles, read_bundles(dump.text(label, FINAL)))
+    issued = issued_of(bundles, read_bundles(dump.text(label, FINAL)))
     capacity, slots = dump.slots(label)
     if len(slots) != len(bundles):
         raise DumpError(f"{label}: {len(bundles)} bundles, but slots of {len(slots)}")
@@ -195,7 +195,7 @@ def _read_code(dump: Dump, label: str, table: int | None, length: int | None = N
     return Code(execution.steps, work(steady), work(np.array(execution.counts)), int((steady * uncertain) @ issued))
 
 
-def _issued(packed: list[str], final: list[str]) -> np.ndarray:
+def issued_of(packed: list[str], final: list[str]) -> np.ndarray:
     """1 for every bundle of PACKED that is in FINAL too: all instructions, and some of the waits between them."""
     issued, position = np.zeros(len(packed), int), 0
     for i, bundle in enumerate(packed):

@@ -4,6 +4,9 @@ config.py     what the kernel is compiled for          tape.py, record.py   how 
 plan.py       exchanges, arrays, buffers, as data      ledger.py            their bytes
 protocol.py   static check of the exchanges            pack.py, caches.py   from and to a model's arrays
 reference.py  the same step in plain JAX               api.py               programs of several steps
+timeline.py   a model of its time               stages.py           the step's instructions for it
+compiled.py   bundles of the stages             published.py        the published kernel under the same model
+predicted.py  tokens per second                 bench.py            what `k3 bench decode` uses
 step.py       the kernel; its parts by role: core, ring, collectives, attn_res, kda, mla, channels, router, experts,
               head
 """

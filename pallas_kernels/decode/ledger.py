@@ -66,10 +66,22 @@ class Ledger:
         c = self.plan.config
         weights = sum(_mixer_weights(c, kind.mla) + _channel_weights(c, kind.moe) for kind in c.layers)
         dense = 2 * (weights + c.hidden * c.vocab)
-        matrices = 3 * c.moe.latent * c.moe.expert
-        routed = len(c.moe_layers) * c.rows * c.moe.top_k * (matrices // 2 + matrices // GROUP)
+        routed = len(c.moe_layers) * c.rows * c.moe.top_k * self.expert_bytes
         states = 2 * 4 * len(c.kda_layers) * c.rows * c.kda.heads * c.kda.head_dim**2
         return dense + routed + states
+
+    @property
+    def model_bytes(self) -> int:
+        """All matrices of the model once in the released formats."""
+        c = self.plan.config
+        weights = sum(_mixer_weights(c, kind.mla) + _channel_weights(c, kind.moe) for kind in c.layers)
+        return 2 * (weights + 2 * c.hidden * c.vocab) + len(c.moe_layers) * c.moe.experts * self.expert_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one routed expert in MXFP4."""
+        matrices = 3 * self.plan.config.moe.latent * self.plan.config.moe.expert
+        return matrices // 2 + matrices // GROUP
 
     @property
     def padding(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""`k3 bench kda --topology`, `attention` and `grouped`: what they compile, from the command line to the JSON."""
+"""`k3 bench` with --topology: KDA, attention, grouped products, the decode step; from the command line to the JSON."""
 
 import json
 
@@ -52,3 +52,21 @@ def test_grouped(tmp_path):
         for pattern, found in ours["routing"].items():
             assert xla["routing"][pattern]["of_peak"] + 0.05 < found["of_peak"] < 1
             assert 1 <= found["rows_computed"] < 1.05
+
+
+def test_decode(tmp_path, capsys):
+    """K3 itself on 16 chips; bars of speed are not asserted, they are in the report."""
+    place = tmp_path / "decode.json"
+    assert main(["bench", "decode", "--topology", "tpu7x:2x2x4", "--baseline", "mla", "--json", str(place)]) == 0
+    assert "Predicted, not measured" in capsys.readouterr().out
+    x = json.loads(place.read_text())
+    assert x["pallas_calls_per_step"] == x["weight_copies"] == x["max_rank_over_mean"] == 1
+    assert x["weight_sized_copies"] == 0 and x["prefill_fits"]
+    assert x["vmem_mib_planned"] < x["vmem_mib_per_core"] <= 60 and x["hbm_gib_per_core"] <= 90
+    assert x["collective_phases_per_layer"] == {"kda": 4, "mla": 5} and x["bytes_over_minimum"] <= 1.1
+    assert sum(stage["bundles"] for stage in x["stages"]) > x["static_bundles"] / 2
+    now = x["predicted_step_ms"]
+    assert now["now"] == pytest.approx(now["compute"] + now["exchanges"] + now["hbm"])
+    assert x["predicted_tokens_per_s"] == pytest.approx(1e3 / now["now"]) and x["roofline_tokens_per_s"] > 850
+    assert x["predicted_published_tokens_per_s"] == pytest.approx(249, rel=1e-3)
+    assert x["baseline_mla"]["slower"] > 1 and x["constants"]["phase_us"] == 4

@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels.common.bundles import called_ops, execute, read_bundles
 from pallas_kernels.common.dump import DumpError
 from pallas_kernels.common.hlo import hbm_bytes, read_hlo
-from pallas_kernels.common.schedule import Work, _issued
+from pallas_kernels.common.schedule import Work, issued_of
 
 # A loop of four iterations; the first alone executes bundle 5. Branches take effect one bundle later.
 LOOP = """
@@ -87,9 +87,9 @@ def test_predicated_moves_and_selects():
 
 def test_issued_bundles():
     """All instructions, and as many of the waits between them as are left."""
-    assert _issued(["a", "", "", "b", ""], ["a", "", "b"]).tolist() == [1, 1, 0, 1, 0]
+    assert issued_of(["a", "", "", "b", ""], ["a", "", "b"]).tolist() == [1, 1, 0, 1, 0]
     with pytest.raises(DumpError, match="do not hold the same"):
-        _issued(["a", "", "b"], ["a"])
+        issued_of(["a", "", "b"], ["a"])
 
 
 def test_work():

@@ -1,0 +1,28 @@
+"""What `k3 bench decode` compiles."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from k3_jax.config import K3Config
+from k3_jax.recipe import load_recipe
+from k3_jax.serve.pack import BLOCKS, decode_config
+from pallas_kernels.common import aot
+from pallas_kernels.decode import AXIS, Plan, abstract_arguments, decode_program
+
+STEPS = 16
+CUT = 21_000  # tokens in all rows together from which a cut cache is faster: two exchanges, or 24 MB of HBM
+
+
+def plan_of(model: K3Config, ranks: int, rows: int, context: int) -> Plan:
+    """For so many tokens in every row; the cache is cut over the ranks where that is faster."""
+    cut = ranks if rows * context > CUT else 1
+    tile = BLOCKS.cache_rows * cut
+    capacity = -(-(context + STEPS) // tile) * tile
+    return Plan(decode_config(model, ranks=ranks, rows=rows, capacity=capacity, cache_ranks=cut))
+
+
+def lower(config: str, topology: str, rows: int, context: int) -> jax.stages.Lowered:
+    mesh = Mesh(np.array(aot.topology(topology).devices), (AXIS,))
+    plan = plan_of(load_recipe(config).model, mesh.size, rows, context)
+    return aot.lower_for(decode_program(plan, mesh, STEPS), *abstract_arguments(plan, mesh), mesh=mesh)

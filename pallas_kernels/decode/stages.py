@@ -1,0 +1,221 @@
+"""The step as stages between exchanges, and its program for the model of time (`timeline`), from the plan and the
+bundles of each stage.
+
+A stage uses matrices of the tape in their order and ends with an exchange, or where its layer's part ends.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pallas_kernels.decode.config import LayerKind
+from pallas_kernels.decode.ledger import padded_bytes
+from pallas_kernels.decode.plan import Plan
+from pallas_kernels.decode.tape import Part, Piece
+from pallas_kernels.decode.timeline import Compute, Fetch, Instruction, Rates, Send, Wait
+
+START_BLOCK, MIX, EMBED, HEAD = "attn_res.block", "attn_res.mix", "embed", "head"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`during`: matrices used while the exchange before is on its way. `experts`, `attention`: what else it does, after
+    its matrices called `before` and before the others."""
+
+    name: str
+    matrices: tuple[str, ...] = ()
+    during: tuple[str, ...] = ()
+    experts: bool = False
+    attention: bool = False
+    before: tuple[str, ...] = ()
+    ends: str | None = None
+
+
+def mixer_stages(plan: Plan, mla: bool) -> tuple[Stage, ...]:
+    *inside, last = plan.mixer_exchanges(mla)
+    if not mla:
+        first = Stage("kda.mix", ("project", "beta", "decay", "output"))
+        return _ended("kda", (first,), plan.mixer_exchanges(False))
+    heads = range(plan.config.share(plan.config.mla.heads))
+    absorb, values = (tuple(f"{name}_{i}" for i in heads) for name in ("absorb", "value"))
+    queries, outputs = ("query", *absorb), (*values, "output")
+    down = Stage("mla.down", ("down",))
+    if plan.config.cache_ranks == 1:
+        rest = (Stage("mla.attend", (*queries, *outputs), ("gate",), attention=True, before=queries),)
+    else:
+        rest = (
+            Stage("mla.query", queries, ("gate",)),
+            Stage("mla.attend", attention=True),
+            Stage("mla.merge", outputs),
+        )
+    return _ended("mla", (down, *rest), plan.mixer_exchanges(True))
+
+
+def channel_stages(plan: Plan, moe: bool) -> tuple[Stage, ...]:
+    if not moe:
+        return _ended("dense", (Stage("dense.hidden", ("hidden", "output")),), plan.channel_exchanges(False))
+    route = Stage("moe.route", ("project", "router"))
+    experts = Stage("moe.experts", ("shared",), experts=True, before=("shared",))
+    sums = tuple(Stage(f"moe.sum{i}") for i in range(1, len(plan.sum_exchanges("latent_sum"))))
+    return _ended("moe", (route, experts, *sums, Stage("moe.up", ("up",))), plan.channel_exchanges(True))
+
+
+def _ended(kind: str, stages: tuple[Stage, ...], exchanges: tuple[str, ...]) -> tuple[Stage, ...]:
+    """The stages with the exchanges that end them; behind those of the last ones nothing but their sums is left."""
+    sums = range(1, len(exchanges) - len(stages) + 1)
+    stages = (*stages, *(Stage(f"{kind}.sum{i}") for i in sums), Stage(f"{kind}.end"))
+    ends = (*exchanges, None)
+    return tuple(
+        Stage(s.name, s.matrices, s.during, s.experts, s.attention, s.before, end)
+        for s, end in zip(stages, ends, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class StageBundles:
+    """Bundles of one execution: what is executed once, in a stage with experts before they are fetched (`first`) and
+    for each chosen one, with attention for each tile of the cache of a row."""
+
+    once: float
+    first: float = 0.0
+    expert: float = 0.0
+    tile: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The instructions of one rank. `tokens`: in the cache of every row."""
+
+    plan: Plan
+    bundles: Mapping[str, StageBundles]
+    rates: Rates
+    tokens: int
+
+    def __iter__(self) -> Iterator[Instruction]:
+        c, tape = self.plan.config, self.plan.tape
+        for tile in range(c.blocks.banks):
+            yield self._tile(tile)
+        yield Fetch("states", self._states)
+        yield from self._plain(EMBED)
+        yield from self._exchange("hidden")
+        for layer, (kind, (mixer, channels)) in enumerate(zip(c.layers, tape.starts, strict=True)):
+            yield from self._layer(layer, kind, mixer, channels)
+        pieces = self._pieces(tape.head, tape.head_start, ("head",))
+        yield from self._products(pieces, self.bundles[HEAD].once)
+        yield from self._exchange("token")
+
+    def _layer(self, layer: int, kind: LayerKind, mixer_start: int, channels_start: int) -> Iterator[Instruction]:
+        mixer, channels = self.plan.tape.parts(kind)
+        yield Fetch(("small", layer), self._small(layer, kind))
+        yield from self._plain(MIX)
+        if layer % self.plan.config.attn_res_block == 0:
+            yield from self._plain(START_BLOCK)
+        yield from self._part(mixer_stages(self.plan, kind.mla), mixer, mixer_start)
+        yield from self._part(channel_stages(self.plan, kind.moe), channels, channels_start)
+
+    def _part(self, stages: tuple[Stage, ...], part: Part, start: int) -> Iterator[Instruction]:
+        pending = None
+        for stage in stages:
+            count = self.bundles[stage.name]
+            rows = [sum(p.rows for p in self._pieces(part, start, names)) for names in (stage.during, stage.matrices)]
+            share = rows[0] / sum(rows) if sum(rows) else 0.0
+            yield from self._products(self._pieces(part, start, stage.during), share * count.once)
+            if pending:
+                yield Wait(pending)
+            yield from self._stage(stage, part, start, (1 - share) * count.once)
+            if stage.ends:
+                yield Send(stage.ends, self.plan.exchanges[stage.ends].sent(self.plan.config.ranks))
+            pending = stage.ends
+
+    def _stage(self, stage: Stage, part: Part, start: int, bundles: float) -> Iterator[Instruction]:
+        before = self._pieces(part, start, stage.before)
+        after = self._pieces(part, start, tuple(name for name in stage.matrices if name not in stage.before))
+        total = sum(p.rows for p in (*before, *after))
+        share = sum(p.rows for p in before) / total if total else 1.0
+        if stage.experts:
+            yield self._compute(self.bundles[stage.name].first)
+            yield from self._start_experts()
+        yield from self._products(before, share * bundles)
+        if stage.experts:
+            yield from self._experts(self.bundles[stage.name].expert)
+        if stage.attention:
+            yield from self._attention(self.bundles[stage.name].tile)
+        yield from self._products(after, (1 - share) * bundles)
+
+    def _products(self, pieces: list[Piece], bundles: float) -> Iterator[Instruction]:
+        """Bundles are spread over the rows of the pieces."""
+        if not pieces:
+            yield self._compute(bundles)
+            return
+        rows, banks = sum(piece.rows for piece in pieces), self.plan.config.blocks.banks
+        for piece in pieces:
+            if piece.first:
+                yield Wait(("tile", piece.tile))
+            yield self._compute(bundles * piece.rows / rows)
+            if piece.last and piece.tile + banks < self.plan.tape.tiles:
+                yield self._tile(piece.tile + banks)
+
+    def _pieces(self, part: Part, start: int, names: tuple[str, ...]) -> list[Piece]:
+        """Of these matrices, with numbers of tiles on the whole tape."""
+        found = [piece for name in names for block in part.of(name) for piece in block.pieces]
+        return [Piece(start + p.tile, p.row, p.rows, p.start, p.first, p.last) for p in found]
+
+    def _start_experts(self) -> Iterator[Instruction]:
+        for j in range(min(self.plan.config.blocks.expert_slots, self._choices)):
+            yield Fetch(("expert", j), self._record)
+
+    def _experts(self, bundles: float) -> Iterator[Instruction]:
+        slots = self.plan.config.blocks.expert_slots
+        for j in range(self._choices):
+            yield Wait(("expert", j))
+            yield self._compute(bundles)
+            if j + slots < self._choices:
+                yield Fetch(("expert", j + slots), self._record)
+
+    def _attention(self, bundles: float) -> Iterator[Instruction]:
+        """Tiles of the fullest rank, two at a time."""
+        c = self.plan.config
+        size = c.blocks.cache_rows * c.key_width * 2
+        tiles = -(-max(self.tokens, 1) // (c.blocks.cache_rows * c.cache_ranks))
+        for _ in range(c.rows):
+            yield Fetch(("cache", 0), size)
+            for j in range(tiles):
+                yield Wait(("cache", j))
+                if j + 1 < tiles:
+                    yield Fetch(("cache", j + 1), size)
+                yield self._compute(bundles)
+
+    @property
+    def _choices(self) -> int:
+        return self.plan.config.rows * self.plan.config.moe.top_k
+
+    @property
+    def _record(self) -> int:
+        rows, lanes = self.plan.record.shape
+        return 4 * rows * lanes
+
+    @property
+    def _states(self) -> float:
+        """Read or written per layer."""
+        caches = self.plan.caches
+        return sum(padded_bytes(caches[name]) for name in ("S", "conv")) / max(len(self.plan.config.kda_layers), 1)
+
+    def _small(self, layer: int, kind: LayerKind) -> float:
+        """What is fetched a layer ahead, and waited for by nobody here: vectors, states both ways, keys of a block."""
+        weights, c = self.plan.weights, self.plan.config
+        each = lambda name: padded_bytes(weights[name]) / max(weights[name].shape[0], 1)  # noqa: E731
+        states = 0.0 if kind.mla else 2 * self._states + each("heads")
+        return each("vectors") + states + (each("keys") if layer % c.attn_res_block == 0 else 0.0)
+
+    def _tile(self, tile: int) -> Fetch:
+        blocks = self.plan.config.blocks
+        return Fetch(("tile", tile), 2 * blocks.tile_rows * blocks.tile_cols)
+
+    def _plain(self, name: str) -> Iterator[Instruction]:
+        yield self._compute(self.bundles[name].once)
+
+    def _exchange(self, name: str) -> Iterator[Instruction]:
+        yield Send(name, self.plan.exchanges[name].sent(self.plan.config.ranks))
+        yield Wait(name)
+
+    def _compute(self, bundles: float) -> Compute:
+        return Compute(bundles / self.rates.bundles)
