@@ -104,6 +104,9 @@ def _spec(shape: tuple[int, ...], index: Callable) -> pl.BlockSpec:
 
 
 def _call(kernel, name: str, grid, visits: Visits, arrays, *, in_specs, out_spec, out_shape) -> Array:
+    # Without its cost XLA takes a kernel for instantaneous, and sends nothing while it runs.
+    (R, A), C = arrays[0].shape, out_shape.shape[-1]  # both kernels multiply R A C times
+    size = sum(x.size * x.dtype.itemsize for x in (*arrays, out_shape))
     semantics = ("parallel",) * (len(grid) - 1) + ("arbitrary",)
     run = pl.pallas_call(
         kernel,
@@ -113,6 +116,7 @@ def _call(kernel, name: str, grid, visits: Visits, arrays, *, in_specs, out_spec
             num_scalar_prefetch=len(visits), grid=grid, in_specs=in_specs, out_specs=out_spec
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES),
+        cost_estimate=pl.CostEstimate(flops=2 * R * A * C, bytes_accessed=size, transcendentals=0),
     )
     return run(*visits, *arrays)
 
