@@ -5,6 +5,7 @@ and refused where it cannot be.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,8 @@ from pallas_kernels.decode import (
     Packer,
     Plan,
 )
+from pallas_kernels.decode.config import LANES
+from pallas_kernels.decode.tape import Tape
 
 EXPERTS = ("w1", "w3", "w2")
 BLOCKS = Blocks(
@@ -88,6 +91,17 @@ def decode_config(
         )
     except DecodeConfigError as error:
         raise ConfigError(str(error)) from None
+
+
+def blocks_for(config: K3Config, ranks: int) -> Blocks:
+    """`BLOCKS` where the model's sizes allow them, as K3's do; tiles that divide a smaller model's width, and no more
+    banks than tiles of its head."""
+    tile = next((size for size in (512, 256) if config.hidden_size % size == 0), LANES)
+    blocks = replace(BLOCKS, tile_rows=tile, tile_cols=tile, banks=1)
+    if config.moe is not None:
+        blocks = replace(blocks, expert_columns=min(BLOCKS.expert_columns, config.moe.latent_dim))
+    config = decode_config(config, ranks=ranks, rows=1, capacity=blocks.cache_rows, blocks=blocks)
+    return replace(blocks, banks=min(BLOCKS.banks, Tape(config).head.tiles))
 
 
 def expert_codes(name: str, weight: np.ndarray) -> ExpertCodes:
