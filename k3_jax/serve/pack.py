@@ -24,8 +24,10 @@ from pallas_kernels.decode import (
     MoEShape,
     Packer,
     Plan,
+    Widths,
 )
-from pallas_kernels.decode.config import LANES
+from pallas_kernels.decode.config import LANES, round_up
+from pallas_kernels.decode.record import GROUP
 from pallas_kernels.decode.tape import Tape
 
 EXPERTS = ("w1", "w3", "w2")
@@ -50,8 +52,7 @@ def decode_config(
     dtype: DTypeLike = jnp.bfloat16,
 ) -> DecodeConfig:
     """The kernel's configuration of a model. Raises ConfigError where the kernel cannot be built for it."""
-    if config.moe is None:
-        raise ConfigError("moe = None: expected a model with routed experts, which the decode kernel is made for")
+    own, config = _widths(config), widened(config, ranks)
     kda, mla, moe = config.kda, config.mla, config.moe
     try:
         return DecodeConfig(
@@ -82,6 +83,7 @@ def decode_config(
                 moe.routed_scaling_factor,
                 moe.renormalize,
             ),
+            own=own,
             ranks=ranks,
             rows=rows,
             capacity=capacity,
@@ -93,13 +95,42 @@ def decode_config(
         raise ConfigError(str(error)) from None
 
 
+def widened(config: K3Config, ranks: int) -> K3Config:
+    """The model with its sizes rounded up to what the kernel is made for; K3's are. Raises ConfigError without
+    experts."""
+    if config.moe is None:
+        raise ConfigError("moe = None: expected a model with routed experts, which the decode kernel is made for")
+    kda, mla, moe = config.kda, config.mla, config.moe
+    return replace(
+        config,
+        hidden_size=round_up(config.hidden_size, 2 * LANES),
+        kda=replace(kda, head_dim=round_up(kda.head_dim, LANES)),
+        mla=replace(
+            mla,
+            kv_lora_rank=round_up(mla.kv_lora_rank, LANES),
+            qk_nope_head_dim=round_up(mla.qk_nope_head_dim, LANES),
+            qk_rope_head_dim=round_up(mla.qk_rope_head_dim, LANES // 2),
+            v_head_dim=round_up(mla.v_head_dim, LANES),
+        ),
+        moe=replace(
+            moe,
+            latent_dim=round_up(moe.latent_dim, 2 * LANES),
+            expert_dim=round_up(moe.expert_dim, GROUP * max(ranks, 1)),
+        ),
+    )
+
+
+def _widths(config: K3Config) -> Widths:
+    mla, latent = config.mla, 0 if config.moe is None else config.moe.latent_dim
+    q_rank, kv_rank = mla.q_lora_rank, mla.kv_lora_rank
+    return Widths(config.hidden_size, config.kda.head_dim, q_rank, kv_rank, mla.qk_head_dim, latent)
+
+
 def blocks_for(config: K3Config, ranks: int) -> Blocks:
     """`BLOCKS` where the model's sizes allow them, as K3's do; tiles that divide a smaller model's width, and no more
     banks than tiles of its head."""
-    tile = next((size for size in (512, 256) if config.hidden_size % size == 0), LANES)
+    tile = next(size for size in (512, 256) if widened(config, ranks).hidden_size % size == 0)
     blocks = replace(BLOCKS, tile_rows=tile, tile_cols=tile, banks=1)
-    if config.moe is not None:
-        blocks = replace(blocks, expert_columns=min(BLOCKS.expert_columns, config.moe.latent_dim))
     config = decode_config(config, ranks=ranks, rows=1, capacity=blocks.cache_rows, blocks=blocks)
     return replace(blocks, banks=min(BLOCKS.banks, Tape(config).head.tiles))
 

@@ -19,8 +19,9 @@ from k3_jax.config import ConfigError
 from k3_jax.overrides import differences
 from k3_jax.serve.packed import JOURNAL, MANIFEST, Cut, Packed, file_name, manifest, nbytes
 from k3_jax.serve.sources import Checkpoint
+from k3_jax.serve.widen import Widened
 from pallas_kernels.decode import Packer, PackError, Plan
-from pallas_kernels.decode.sections import Section, sections
+from pallas_kernels.decode.sections import Section, Tensors, sections
 
 Report = Callable[[str, int, int], None]  # (section, bytes done, bytes in all)
 
@@ -46,7 +47,8 @@ def pack_checkpoint(checkpoint: Checkpoint, cut: Cut, directory: Path, report: R
         except BlockingIOError:
             raise ConfigError(f"{directory}: another k3 pack is writing there") from None
         done = _resume(journal, cut, source)
-        _Writer(plan, directory, journal, done).write(checkpoint, report)
+        writer = _Writer(plan, directory, journal, done)
+        writer.write(checkpoint, Widened(checkpoint, cut.model, cut.ranks), report)
         _write_atomically(directory / MANIFEST, manifest(cut, source, list(done.values())))
         (directory / JOURNAL).unlink()
     return Packed.open(directory)
@@ -96,7 +98,8 @@ class _Writer:
         self.plan, self.directory, self.journal, self.done = plan, directory, journal, done
         self.packers = [Packer(plan, rank) for rank in range(plan.config.ranks)]
 
-    def write(self, checkpoint: Checkpoint, report: Report) -> None:
+    def write(self, checkpoint: Checkpoint, tensors: Tensors, report: Report) -> None:
+        """`tensors` are those of the checkpoint, as the kernel wants them."""
         every = list(sections(self.plan))
         size = sum(map(self._size, every))
         written = sum(self._size(section) for section in every if section.name in self.done)
@@ -105,7 +108,7 @@ class _Writer:
         for section in every:
             if section.name not in self.done:
                 try:
-                    self._write(section, checkpoint)
+                    self._write(section, tensors)
                 except PackError as error:
                     raise ConfigError(f"{section.name}: {error}") from None
                 written += self._size(section)
@@ -131,10 +134,10 @@ class _Writer:
             gib = f"{needed / 2**30:.1f} GiB are still to be written, {free / 2**30:.1f} GiB are free"
             raise ConfigError(f"{self.directory}: {gib}: expected a larger disk")
 
-    def _write(self, section: Section, checkpoint: Checkpoint) -> None:
+    def _write(self, section: Section, tensors: Tensors) -> None:
         hashes = []
         for rank, packer in enumerate(self.packers):
-            data = np.ascontiguousarray(section.make(packer, checkpoint)).reshape(-1).view(np.uint8)
+            data = np.ascontiguousarray(section.make(packer, tensors)).reshape(-1).view(np.uint8)
             if len(data) != section.end - section.begin:
                 raise AssertionError(f"{section.name}: {len(data)} bytes made for {section.begin}:{section.end}")
             _write_at(self.directory / file_name(section.array, rank), section.begin, data)

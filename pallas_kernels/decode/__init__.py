@@ -18,6 +18,7 @@ from pallas_kernels.decode.config import (
     LayerKind,
     MLAShape,
     MoEShape,
+    Widths,
 )
 from pallas_kernels.decode.pack import ExpertCodes, Packer, PackError
 from pallas_kernels.decode.plan import Plan
@@ -35,6 +36,7 @@ __all__ = [
     "PackError",
     "Packer",
     "Plan",
+    "Widths",
     "abstract_arguments",
     "decode_program",
 ]
