@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tiktoken.model (default: the checkpoint's)")
     parser.add_argument(
         "--engine", default="xla", metavar="xla|megakernel",
-        help="what runs the model; megakernel is for TPUs, and --checkpoint is then what `k3 pack` wrote; elsewhere it is "
-        "interpreted, which is slow (default: xla)",
+        help="what runs the model; megakernel is for TPUs, on a CPU it is interpreted, slowly; --checkpoint is then "
+        "what k3 pack wrote (default: xla)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a stream of text")
 

@@ -1,4 +1,4 @@
-"""The engine behind `k3 generate --engine megakernel`: the decode kernel on every device of a mesh, from packed weights.
+"""The engine behind `k3 generate --engine megakernel`: the decode kernel on all devices of a mesh.
 
 There is no prefill of its own: the kernel reads a prompt token by token, as it decodes. So there is one copy of the
 weights, and caches are in the kernel's layout from the first token on; a prompt takes as many steps as it has tokens.
@@ -24,8 +24,7 @@ from k3_jax.serve.decode import ENDED, GREEDY, stop_array
 from k3_jax.serve.inputs import check_vocabulary
 from k3_jax.serve.packed import Packed
 from k3_jax.serve.sampling import NOT_FINITE, Sampler, SamplingConfig, choose
-from pallas_kernels.decode import AXIS, Plan
-from pallas_kernels.decode.step import decode_step
+from pallas_kernels.decode import AXIS, Plan, decode_step
 
 STEPS = 16  # of one call
 CUT_CACHE_ABOVE = 20_000  # tokens: from there on reading a whole cache costs more than two exchanges (docs/kernels.md)
@@ -112,7 +111,7 @@ class Engine:
 
     @staticmethod
     def load(packed: Packed, *, rows: int, capacity: int, steps: int = STEPS) -> "Engine":
-        """On this process's first devices, one for each rank. Raises ConfigError for damaged files or too few devices."""
+        """On the first devices, one for each rank. Raises ConfigError for damaged files or too few devices."""
         ranks = packed.cut.ranks
         mesh = rank_mesh(ranks)
         cache_ranks = ranks if rows * capacity > CUT_CACHE_ABOVE else 1

@@ -12,8 +12,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from k3_jax.config import ConfigError, K3Config
-from k3_jax.dtypes import mxfp4_decode, mxfp4_encode
+from k3_jax.dtypes import GROUP, mxfp4_decode, mxfp4_encode
 from pallas_kernels.decode import (
+    LANES,
     Blocks,
     DecodeConfig,
     DecodeConfigError,
@@ -25,10 +26,8 @@ from pallas_kernels.decode import (
     Packer,
     Plan,
     Widths,
+    round_up,
 )
-from pallas_kernels.decode.config import LANES, round_up
-from pallas_kernels.decode.record import GROUP
-from pallas_kernels.decode.tape import Tape
 
 EXPERTS = ("w1", "w3", "w2")
 BLOCKS = Blocks(
@@ -132,7 +131,7 @@ def blocks_for(config: K3Config, ranks: int) -> Blocks:
     tile = next(size for size in (512, 256) if widened(config, ranks).hidden_size % size == 0)
     blocks = replace(BLOCKS, tile_rows=tile, tile_cols=tile, banks=1)
     config = decode_config(config, ranks=ranks, rows=1, capacity=blocks.cache_rows, blocks=blocks)
-    return replace(blocks, banks=min(BLOCKS.banks, Tape(config).head.tiles))
+    return replace(blocks, banks=min(BLOCKS.banks, Plan(config).tape.head.tiles))
 
 
 def expert_codes(name: str, weight: np.ndarray) -> ExpertCodes:

@@ -22,8 +22,7 @@ from k3_jax.config import ConfigError, K3Config
 from k3_jax.overrides import from_json, to_json
 from k3_jax.serve.pack import blocks_for, decode_config
 from k3_jax.serve.sources import digest
-from pallas_kernels.decode import AXIS, Plan
-from pallas_kernels.decode.sections import LAYOUT_VERSION
+from pallas_kernels.decode import AXIS, LAYOUT_VERSION, Plan
 
 MANIFEST, JOURNAL = "manifest.json", "packing.jsonl"
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}

@@ -1,7 +1,7 @@
 """Packing a checkpoint into a directory (`packed.py`), section by section, so that memory holds one section's tensors.
 
-A journal, packing.jsonl, has the header, then a line for each section that is on the disk with all ranks' checksums. A
-run that was stopped goes on after the last whole line; the manifest appears, by a rename, when there is no section left.
+A journal, packing.jsonl, has the header, then a line for each section that is on the disk, with all ranks' checksums.
+A run that was stopped goes on after the last whole line; the manifest appears, by a rename, when no section is left.
 """
 
 import fcntl
@@ -20,8 +20,7 @@ from k3_jax.overrides import differences
 from k3_jax.serve.packed import JOURNAL, MANIFEST, Cut, Packed, file_name, manifest, nbytes
 from k3_jax.serve.sources import Checkpoint
 from k3_jax.serve.widen import Widened
-from pallas_kernels.decode import Packer, PackError, Plan
-from pallas_kernels.decode.sections import Section, Tensors, sections
+from pallas_kernels.decode import Packer, PackError, Plan, Section, Tensors, sections
 
 Report = Callable[[str, int, int], None]  # (section, bytes done, bytes in all)
 

@@ -13,8 +13,7 @@ from k3_jax.serve.pack import expert_codes
 from k3_jax.weights.names import text_parameters
 from k3_jax.weights.orbax import MODEL, find_step, read_array, saved_dtypes
 from k3_jax.weights.reader import ReleasedCheckpoint, is_released
-from pallas_kernels.decode import ExpertCodes
-from pallas_kernels.decode.sections import Tensors
+from pallas_kernels.decode import ExpertCodes, Tensors
 
 
 class Checkpoint(Tensors):

@@ -10,12 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from k3_jax.config import K3Config
-from k3_jax.dtypes import ZERO_GROUP_SCALE
+from k3_jax.dtypes import GROUP, ZERO_GROUP_SCALE
 from k3_jax.serve.pack import widened
 from k3_jax.weights.names import text_parameters
-from pallas_kernels.decode import ExpertCodes
-from pallas_kernels.decode.record import GROUP
-from pallas_kernels.decode.sections import Tensors
+from pallas_kernels.decode import ExpertCodes, Tensors
 
 Sizes = dict[str, tuple[int, ...]]  # of the parts of an axis, by its letter
 

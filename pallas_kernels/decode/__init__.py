@@ -11,6 +11,7 @@ step.py       the kernel; its parts by role: core, ring, collectives, attn_res, 
 from pallas_kernels.decode.api import abstract_arguments, decode_program
 from pallas_kernels.decode.call import AXIS
 from pallas_kernels.decode.config import (
+    LANES,
     Blocks,
     DecodeConfig,
     DecodeConfigError,
@@ -19,9 +20,12 @@ from pallas_kernels.decode.config import (
     MLAShape,
     MoEShape,
     Widths,
+    round_up,
 )
 from pallas_kernels.decode.pack import ExpertCodes, Packer, PackError
 from pallas_kernels.decode.plan import Plan
+from pallas_kernels.decode.sections import LAYOUT_VERSION, Section, Tensors, sections
+from pallas_kernels.decode.step import decode_step
 
 __all__ = [
     "AXIS",
@@ -30,13 +34,20 @@ __all__ = [
     "DecodeConfigError",
     "ExpertCodes",
     "KDAShape",
+    "LANES",
+    "LAYOUT_VERSION",
     "LayerKind",
     "MLAShape",
     "MoEShape",
     "PackError",
     "Packer",
     "Plan",
+    "Section",
+    "Tensors",
     "Widths",
     "abstract_arguments",
     "decode_program",
+    "decode_step",
+    "round_up",
+    "sections",
 ]

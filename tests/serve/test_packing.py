@@ -26,7 +26,7 @@ from pallas_kernels.decode import AXIS
 from pallas_kernels.decode.pack import unpack_records
 from tests.decode.model import model_config, weights
 
-CONFIG = model_config(layers=5)
+CONFIG = model_config(layers=4)
 RANKS = 4
 QUIET = lambda *_: None  # noqa: E731
 
