@@ -20,7 +20,7 @@ from k3_jax.overrides import differences
 from k3_jax.serve.packed import JOURNAL, MANIFEST, Cut, Packed, file_name, manifest, nbytes
 from k3_jax.serve.sources import Checkpoint
 from k3_jax.serve.widen import Widened
-from pallas_kernels.decode import Packer, PackError, Plan, Section, Tensors, sections
+from pallas_kernels.decode import Packer, PackError, Plan, Section, Tensors, sections_of
 
 Report = Callable[[str, int, int], None]  # (section, bytes done, bytes in all)
 
@@ -99,7 +99,7 @@ class _Writer:
 
     def write(self, checkpoint: Checkpoint, tensors: Tensors, report: Report) -> None:
         """`tensors` are those of the checkpoint, as the kernel wants them."""
-        every = list(sections(self.plan))
+        every = list(sections_of(self.plan))
         size = sum(map(self._size, every))
         written = sum(self._size(section) for section in every if section.name in self.done)
         self._make_files()

@@ -3,7 +3,8 @@
 config.py     what the kernel is compiled for          tape.py, record.py   how weights stand in HBM
 plan.py       exchanges, arrays, buffers, as data      ledger.py            their bytes
 protocol.py   static check of the exchanges            pack.py, caches.py   from and to a model's arrays
-reference.py  the same step in plain JAX               api.py               programs of several steps
+sections.py   packing, one piece after the other     api.py               programs of several steps
+reference.py  the same step in plain JAX
 step.py       the kernel; its parts by role: core, ring, collectives, attn_res, kda, mla, channels, router, experts,
               head
 """
@@ -24,7 +25,7 @@ from pallas_kernels.decode.config import (
 )
 from pallas_kernels.decode.pack import ExpertCodes, Packer, PackError
 from pallas_kernels.decode.plan import Plan
-from pallas_kernels.decode.sections import LAYOUT_VERSION, Section, Tensors, sections
+from pallas_kernels.decode.sections import LAYOUT_VERSION, Section, Tensors, sections_of
 from pallas_kernels.decode.step import decode_step
 
 __all__ = [
@@ -49,5 +50,5 @@ __all__ = [
     "decode_program",
     "decode_step",
     "round_up",
-    "sections",
+    "sections_of",
 ]

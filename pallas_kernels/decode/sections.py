@@ -1,6 +1,6 @@
 """A rank's arrays in stretches that can be made one after the other: each needs few of the model's tensors.
 
-for section in sections(plan):
+for section in sections_of(plan):
     for rank in range(plan.config.ranks):
         section.make(Packer(plan, rank), tensors)   # bytes section.begin to section.end of array section.array
 """
@@ -41,7 +41,7 @@ class Section:
     make: Callable[[Packer, Tensors], np.ndarray]
 
 
-def sections(plan: Plan) -> Iterator[Section]:
+def sections_of(plan: Plan) -> Iterator[Section]:
     """All of a rank's arrays, in the order of the layers."""
     c, tape = plan.config, plan.tape
     tile, record = (_nbytes(plan.weights[name], skip) for name, skip in (("tape", 1), ("experts", 2)))
