@@ -9,6 +9,11 @@ from pathlib import Path
 
 from k3_jax.config import ConfigError
 
+REMEDIES = {
+    errno.ENOSPC: "the disk is full: free some of it and run the command again",
+    errno.EACCES: "permission denied: expected a directory that can be written",
+    errno.EROFS: "the file system is read-only: expected a directory that can be written",
+}
 SECONDS = 5  # between two lines of progress
 
 
@@ -44,10 +49,11 @@ def run(args: argparse.Namespace) -> int:
         if (args.checkpoint / FILE_NAME).is_file():
             shutil.copyfile(args.checkpoint / FILE_NAME, args.out / FILE_NAME)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in REMEDIES:
             raise
-        raise ConfigError(f"--out = {args.out}: the disk is full: free some of it and run the command again") from None
-    print(f"{packed.directory}: {args.ranks} ranks, {progress.size / 2**30:.2f} GiB written")
+        raise ConfigError(f"--out = {args.out}: {REMEDIES[error.errno]}") from None
+    size = f"{progress.size / 2**30:.2f} GiB" if progress.size else "packed before"
+    print(f"{packed.directory}: {args.ranks} ranks, {size}")
     return 0
 
 

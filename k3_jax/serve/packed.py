@@ -76,13 +76,8 @@ class Packed:
     @staticmethod
     def open(directory: Path) -> "Packed":
         """Raises ConfigError unless it is whole and of this version of the layout."""
-        path = directory / MANIFEST
-        if not path.is_file():
-            unfinished = (directory / JOURNAL).is_file()
-            remedy = "packing is unfinished: run k3 pack again" if unfinished else "expected a directory of k3 pack"
-            raise ConfigError(f"{directory}: has no {MANIFEST}: {remedy}")
+        path, data = directory / MANIFEST, read_manifest(directory)
         try:
-            data = json.loads(path.read_text())
             if data["layout_version"] != LAYOUT_VERSION:
                 found = f"{path}: layout_version = {data['layout_version']!r}"
                 raise ConfigError(f"{found}: expected {LAYOUT_VERSION}; pack the checkpoint again")
@@ -90,9 +85,7 @@ class Packed:
             packed = Packed(directory, cut, data["sections"])
             if data["config_hash"] != cut.header["config_hash"]:
                 raise ConfigError(f"{path}: config_hash does not belong to what it describes: the file was changed")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ConfigError):
-                raise
+        except (KeyError, TypeError) as error:
             raise ConfigError(f"{path}: damaged ({error}); pack the checkpoint again") from None
         packed._check_files()
         return packed
@@ -138,6 +131,22 @@ class Packed:
         mine = [(rank, device) for rank, device in enumerate(devices) if device.process_index == jax.process_index()]
         parts = [jax.device_put(self.read(name, rank, array)[None], device) for rank, device in mine]
         return jax.make_array_from_single_device_arrays((len(devices), *array.shape), sharding, parts)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Its JSON. Raises ConfigError if packing was not finished there, or the file is damaged."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        unfinished = (directory / JOURNAL).is_file()
+        remedy = "packing is unfinished: run k3 pack again" if unfinished else "expected a directory of k3 pack"
+        raise ConfigError(f"{directory}: has no {MANIFEST}: {remedy}")
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: damaged ({error}); pack the checkpoint again") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: damaged; pack the checkpoint again")
+    return data
 
 
 def nbytes(array: jax.ShapeDtypeStruct) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from k3_jax.config import ConfigError
 from k3_jax.overrides import differences
-from k3_jax.serve.packed import JOURNAL, MANIFEST, Cut, Packed, file_name, manifest, nbytes
+from k3_jax.serve.packed import JOURNAL, MANIFEST, Cut, Packed, file_name, manifest, nbytes, read_manifest
 from k3_jax.serve.sources import Checkpoint
 from k3_jax.serve.widen import Widened
 from pallas_kernels.decode import Packer, PackError, Plan, Section, Tensors, sections_of
@@ -35,8 +35,10 @@ def pack_checkpoint(checkpoint: Checkpoint, cut: Cut, directory: Path, report: R
     """
     plan, source = cut.plan(), checkpoint.fingerprint
     if (directory / MANIFEST).is_file():
-        _check_same(directory / MANIFEST, json.loads((directory / MANIFEST).read_text()), cut, source)
+        _check_same(directory / MANIFEST, read_manifest(directory), cut, source)
         return Packed.open(directory)
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory}: is a file: expected a new or empty directory")
     if directory.exists() and not (directory / JOURNAL).is_file() and any(directory.iterdir()):
         raise ConfigError(f"{directory}: holds other files: expected a new or empty directory")
     directory.mkdir(parents=True, exist_ok=True)

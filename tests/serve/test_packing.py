@@ -226,6 +226,8 @@ def test_another_configuration_or_checkpoint_is_refused(copy, checkpoint, cut, t
     (tmp_path / "other" / "file").write_text("mine")
     with pytest.raises(ConfigError, match="holds other files"):
         pack_checkpoint(source, cut, tmp_path / "other", QUIET)
+    with pytest.raises(ConfigError, match="is a file: expected a new or empty directory"):
+        pack_checkpoint(source, cut, tmp_path / "other" / "file", QUIET)
 
 
 def test_ranks_that_do_not_divide_the_heads(golden, tmp_path, capsys):
