@@ -44,6 +44,11 @@ COMMANDS = {
         "write the logits of given tokens",
         "k3 score --checkpoint runs/tiny --tokens tokens.npy --out logits.npy --dtype float32",
     ),
+    "pack": Command(
+        "k3_jax.serve.pack_command",
+        "cut a checkpoint into the tapes of the decode megakernel",
+        "k3 pack --checkpoint kimi-k3 --out kimi-k3-32 --ranks 32",
+    ),
     "plan": Command(
         "k3_jax.plan.command",
         "parameters, optimizer rules and cache of a configuration, or its training on a TPU pod, without allocating it",

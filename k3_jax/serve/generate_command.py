@@ -14,7 +14,6 @@ from k3_jax.config import ConfigError, K3Config
 from k3_jax.serve.inputs import add_model_arguments, check_vocabulary, compute_dtype, read_tokens
 
 if TYPE_CHECKING:
-    from k3_jax.nn.transformer import K3
     from k3_jax.serve.decode import Completion
     from k3_jax.serve.sampling import SamplingConfig
     from k3_jax.weights.tokenizer import AnyTokenizer
@@ -38,25 +37,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end token")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tiktoken.model (default: the checkpoint's)")
-    parser.add_argument("--engine", default="xla", metavar="xla", help="what runs the model (default: xla)")
+    parser.add_argument(
+        "--engine", default="xla", metavar="xla|megakernel",
+        help="what runs the model; megakernel is for TPUs, on a CPU it is interpreted, slowly; --checkpoint is then "
+        "what k3 pack wrote (default: xla)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a stream of text")
 
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
     ids = None if args.prompt_tokens is None else _prompt_ids(args.prompt_tokens)
-    from k3_jax.nn.pretrained import load_config, load_model
     from k3_jax.serve.decode import complete
     from k3_jax.serve.sampling import SamplingConfig
 
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.seed)
-    config = load_config(args.checkpoint)
+    engine = ENGINES[args.engine](args)
+    config = engine.config
     tokenizer, stop = _tokenizer(args, config), _stop_tokens(args, config)
     if ids is None:
         ids = tokenizer.encode(args.prompt)
     _check_prompt(args, ids, config)
-    model, began = load_model(args.checkpoint), time.perf_counter()
-    tokens = _tokens(model, ids, args, sampling, stop)
+    engine.load(len(ids) + args.max_tokens)
+    began, tokens = time.perf_counter(), engine.tokens(ids, sampling, stop)
     completion = complete(list(tokens) if args.json else _print_text(tokens, tokenizer, stop), stop)
     _report(args, ids, completion, tokenizer, time.perf_counter() - began)
     return 0
@@ -64,9 +67,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """What can be told before the weights are read."""
-    if args.engine != "xla":
-        remedy = "not available yet; use --engine xla" if args.engine == "megakernel" else "expected xla"
-        raise ConfigError(f"--engine = {args.engine}: {remedy}")
+    if args.engine not in ENGINES:
+        raise ConfigError(f"--engine = {args.engine}: expected {' or '.join(ENGINES)}")
+    if args.engine == "megakernel" and args.dtype is not None:
+        raise ConfigError(f"--dtype = {args.dtype}: packed weights have their own: choose it in k3 pack")
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens = {args.max_tokens}: expected a positive integer")
     if args.prompt == "":
@@ -114,22 +118,58 @@ def _stop_tokens(args: argparse.Namespace, config: K3Config) -> set[int]:
     return set(args.stop_token) | (set() if args.ignore_eos else {config.eos_token_id})
 
 
-def _tokens(
-    model: "K3", ids: list[int], args: argparse.Namespace, sampling: "SamplingConfig", stop: set[int]
-) -> Iterator[int]:
-    """New tokens as they come; a stop token is the last."""
-    from k3_jax.serve.decode import decode, room
-    from k3_jax.serve.prefill import prefill
+class Xla:
+    """The model of a checkpoint, compiled by XLA for one device."""
 
-    dtype = compute_dtype(args.dtype)
-    cache = model.init_cache(1, room(len(ids) + args.max_tokens), dtype)
-    filled = prefill(model, np.asarray([ids]), cache, dtype=dtype)
-    rows = decode(
-        model, filled.logits, filled.cache,
-        max_tokens=args.max_tokens, sampling=sampling, stop=stop, steps=STEPS, dtype=dtype,
-    )  # fmt: skip
-    for row in rows:
-        yield int(row[0])
+    def __init__(self, args: argparse.Namespace):
+        from k3_jax.nn.pretrained import load_config
+
+        self._args = args
+        self.config = load_config(args.checkpoint)
+
+    def load(self, tokens: int) -> None:
+        from k3_jax.nn.pretrained import load_model
+        from k3_jax.serve.decode import room
+
+        self._dtype, self._model = compute_dtype(self._args.dtype), load_model(self._args.checkpoint)
+        self._cache = self._model.init_cache(1, room(tokens), self._dtype)
+
+    def tokens(self, ids: list[int], sampling: "SamplingConfig", stop: set[int]) -> Iterator[int]:
+        """New tokens as they come; a stop token is the last."""
+        from k3_jax.serve.decode import decode
+        from k3_jax.serve.prefill import prefill
+
+        filled = prefill(self._model, np.asarray([ids]), self._cache, dtype=self._dtype)
+        rows = decode(
+            self._model, filled.logits, filled.cache,
+            max_tokens=self._args.max_tokens, sampling=sampling, stop=stop, steps=STEPS, dtype=self._dtype,
+        )  # fmt: skip
+        for row in rows:
+            yield int(row[0])
+
+
+class Megakernel:
+    """Packed weights, on as many devices as they were packed for."""
+
+    def __init__(self, args: argparse.Namespace):
+        from k3_jax.serve.packed import Packed
+
+        self._args, self._packed = args, Packed.open(args.checkpoint)
+        self.config = self._packed.cut.model
+
+    def load(self, tokens: int) -> None:
+        from k3_jax.serve.megakernel import Engine, fake_cpus
+
+        fake_cpus(self._packed.cut.ranks)
+        self._engine = Engine.load(self._packed, rows=1, capacity=tokens, steps=STEPS)
+
+    def tokens(self, ids: list[int], sampling: "SamplingConfig", stop: set[int]) -> Iterator[int]:
+        """As of Xla."""
+        for row in self._engine.generate([ids], max_tokens=self._args.max_tokens, sampling=sampling, stop=stop):
+            yield int(row[0])
+
+
+ENGINES = {"xla": Xla, "megakernel": Megakernel}
 
 
 def _print_text(tokens: Iterator[int], tokenizer: "AnyTokenizer", stop: set[int]) -> list[int]:

@@ -5,14 +5,16 @@ and refused where it cannot be.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from k3_jax.config import ConfigError, K3Config
-from k3_jax.dtypes import mxfp4_decode, mxfp4_encode
+from k3_jax.dtypes import GROUP, mxfp4_decode, mxfp4_encode
 from pallas_kernels.decode import (
+    LANES,
     Blocks,
     DecodeConfig,
     DecodeConfigError,
@@ -23,6 +25,8 @@ from pallas_kernels.decode import (
     MoEShape,
     Packer,
     Plan,
+    Widths,
+    round_up,
 )
 
 EXPERTS = ("w1", "w3", "w2")
@@ -47,8 +51,7 @@ def decode_config(
     dtype: DTypeLike = jnp.bfloat16,
 ) -> DecodeConfig:
     """The kernel's configuration of a model. Raises ConfigError where the kernel cannot be built for it."""
-    if config.moe is None:
-        raise ConfigError("moe = None: expected a model with routed experts, which the decode kernel is made for")
+    own, config = _widths(config), widened(config, ranks)
     kda, mla, moe = config.kda, config.mla, config.moe
     try:
         return DecodeConfig(
@@ -79,6 +82,7 @@ def decode_config(
                 moe.routed_scaling_factor,
                 moe.renormalize,
             ),
+            own=own,
             ranks=ranks,
             rows=rows,
             capacity=capacity,
@@ -88,6 +92,46 @@ def decode_config(
         )
     except DecodeConfigError as error:
         raise ConfigError(str(error)) from None
+
+
+def widened(config: K3Config, ranks: int) -> K3Config:
+    """The model with its sizes rounded up to what the kernel is made for; K3's are. Raises ConfigError without
+    experts."""
+    if config.moe is None:
+        raise ConfigError("moe = None: expected a model with routed experts, which the decode kernel is made for")
+    kda, mla, moe = config.kda, config.mla, config.moe
+    return replace(
+        config,
+        hidden_size=round_up(config.hidden_size, 2 * LANES),
+        kda=replace(kda, head_dim=round_up(kda.head_dim, LANES)),
+        mla=replace(
+            mla,
+            kv_lora_rank=round_up(mla.kv_lora_rank, LANES),
+            qk_nope_head_dim=round_up(mla.qk_nope_head_dim, LANES),
+            qk_rope_head_dim=round_up(mla.qk_rope_head_dim, LANES // 2),
+            v_head_dim=round_up(mla.v_head_dim, LANES),
+        ),
+        moe=replace(
+            moe,
+            latent_dim=round_up(moe.latent_dim, 2 * LANES),
+            expert_dim=round_up(moe.expert_dim, GROUP * max(ranks, 1)),
+        ),
+    )
+
+
+def _widths(config: K3Config) -> Widths:
+    mla, latent = config.mla, 0 if config.moe is None else config.moe.latent_dim
+    q_rank, kv_rank = mla.q_lora_rank, mla.kv_lora_rank
+    return Widths(config.hidden_size, config.kda.head_dim, q_rank, kv_rank, mla.qk_head_dim, latent)
+
+
+def blocks_for(config: K3Config, ranks: int) -> Blocks:
+    """`BLOCKS` where the model's sizes allow them, as K3's do; tiles that divide a smaller model's width, and no more
+    banks than tiles of its head."""
+    tile = next(size for size in (512, 256) if widened(config, ranks).hidden_size % size == 0)
+    blocks = replace(BLOCKS, tile_rows=tile, tile_cols=tile, banks=1)
+    config = decode_config(config, ranks=ranks, rows=1, capacity=blocks.cache_rows, blocks=blocks)
+    return replace(blocks, banks=min(BLOCKS.banks, Plan(config).tape.head.tiles))
 
 
 def expert_codes(name: str, weight: np.ndarray) -> ExpertCodes:

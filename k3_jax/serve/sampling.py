@@ -65,10 +65,11 @@ def sample(logits: Float[Array, "B V"], position: Int[Array, " B"], sampler: Sam
     """
     letters = ("B_", "B", Sampler("B", "B", "B", "B"))
     arguments = jax.tree.map(lambda x, s: sharding.place(x, sharding.active(s)), (logits, position, sampler), letters)
-    return sharding.local(_sample, letters, "B")(*arguments)
+    return sharding.local(choose, letters, "B")(*arguments)
 
 
-def _sample(logits, position, sampler: Sampler) -> Int[Array, " B"]:
+def choose(logits: Float[Array, "B V"], position: Int[Array, " B"], sampler: Sampler) -> Int[Array, " B"]:
+    """`sample` of rows that are all on one device."""
     logits = logits.astype(jnp.float32)
     greedy = jnp.argmax(logits, axis=-1)
     token = jax.lax.cond(

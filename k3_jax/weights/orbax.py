@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from k3_jax.config import ConfigError
@@ -83,3 +84,15 @@ def saved_dtypes(path: Path) -> dict[str, Any]:
     """The dtype of every array of one item."""
     with ocp.StandardCheckpointer() as checkpointer:
         return {name: metadata.dtype for name, metadata in _found(checkpointer, path).items()}
+
+
+def read_array(path: Path, name: str) -> np.ndarray:
+    """One array of an item, in the host's memory."""
+    arguments = ocp.args.PyTreeRestore(
+        item={name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
+    )
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            return checkpointer.restore(path.absolute(), args=arguments)[name]
+    except Exception as error:  # as in `_found`
+        raise damaged(path, error) from error

@@ -3,10 +3,10 @@
 config.py     what the kernel is compiled for          tape.py, record.py   how weights stand in HBM
 plan.py       exchanges, arrays, buffers, as data      ledger.py            their bytes
 protocol.py   static check of the exchanges            pack.py, caches.py   from and to a model's arrays
-reference.py  the same step in plain JAX               api.py               programs of several steps
-timeline.py   a model of its time               stages.py           the step's instructions for it
-compiled.py   bundles of the stages             published.py        the published kernel under the same model
-predicted.py  tokens per second                 bench.py            what `k3 bench decode` uses
+reference.py  the same step in plain JAX               sections.py          packing, one piece after the other
+timeline.py   a model of its time                      stages.py            the step's instructions for it
+compiled.py   bundles of the stages                    published.py         the published kernel under the same model
+predicted.py  tokens per second                        bench.py, api.py     for `k3 bench decode`; programs of several steps
 step.py       the kernel; its parts by role: core, ring, collectives, attn_res, kda, mla, channels, router, experts,
               head
 """
@@ -14,6 +14,7 @@ step.py       the kernel; its parts by role: core, ring, collectives, attn_res, 
 from pallas_kernels.decode.api import abstract_arguments, decode_program
 from pallas_kernels.decode.call import AXIS
 from pallas_kernels.decode.config import (
+    LANES,
     Blocks,
     DecodeConfig,
     DecodeConfigError,
@@ -21,9 +22,13 @@ from pallas_kernels.decode.config import (
     LayerKind,
     MLAShape,
     MoEShape,
+    Widths,
+    round_up,
 )
 from pallas_kernels.decode.pack import ExpertCodes, Packer, PackError
 from pallas_kernels.decode.plan import Plan
+from pallas_kernels.decode.sections import LAYOUT_VERSION, Section, Tensors, sections_of
+from pallas_kernels.decode.step import decode_step
 
 __all__ = [
     "AXIS",
@@ -32,12 +37,20 @@ __all__ = [
     "DecodeConfigError",
     "ExpertCodes",
     "KDAShape",
+    "LANES",
+    "LAYOUT_VERSION",
     "LayerKind",
     "MLAShape",
     "MoEShape",
     "PackError",
     "Packer",
     "Plan",
+    "Section",
+    "Tensors",
+    "Widths",
     "abstract_arguments",
     "decode_program",
+    "decode_step",
+    "round_up",
+    "sections_of",
 ]

@@ -39,7 +39,7 @@ def start_block(core: Core, block) -> None:
             precision=HIGHEST,
             preferred_element_type=F32,
         )[:1]
-        s = s * lax.rsqrt(squares / bank.shape[1] + core.config.norm_eps)
+        s = s * lax.rsqrt(squares / core.config.own.hidden + core.config.norm_eps)
         s = jnp.where(lax.broadcasted_iota(jnp.int32, s.shape, 1) <= block, s, -jnp.inf)
         peak = jnp.max(s, axis=1, keepdims=True)
         p = jnp.exp(s - peak)
@@ -54,7 +54,7 @@ def mix(core: Core, site):
     place = lax.rem(site, sites)
     key = b.keys[lax.rem(lax.div(site, sites), 2), pl.ds(place, 1), :]
     r = b.residual[...]
-    inverse_rms = lax.rsqrt(jnp.mean(r * r, axis=1, keepdims=True) + core.config.norm_eps)
+    inverse_rms = lax.rsqrt(jnp.sum(r * r, axis=1, keepdims=True) / core.config.own.hidden + core.config.norm_eps)
     s = jnp.sum(r * key, axis=1, keepdims=True) * inverse_rms
     peak, weight = b.summary_scores[place, :, :1], b.summary_scores[place, :, LANES : LANES + 1]
     top = jnp.maximum(peak, s)

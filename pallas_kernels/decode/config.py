@@ -42,10 +42,6 @@ class MLAShape:
     v: int
     norm_eps: float
 
-    @property
-    def scale(self) -> float:
-        return (self.nope + self.pe) ** -0.5
-
 
 @dataclass(frozen=True)
 class MoEShape:
@@ -56,6 +52,19 @@ class MoEShape:
     shared: int
     scale: float
     renormalize: bool
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of the model itself, by which its norms and scales divide. The kernel's may be larger, up to whole lanes:
+    weights are zeros there, and so is what they make. `query`: of one head's query and key in MLA."""
+
+    hidden: int
+    head_dim: int
+    q_rank: int
+    kv_rank: int
+    query: int
+    latent: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,7 @@ class DecodeConfig:
     mla: MLAShape
     dense: int
     moe: MoEShape
+    own: Widths
     ranks: int
     rows: int
     capacity: int

@@ -74,10 +74,10 @@ def _head(core: Core, place, row: int, head: int, u, gate, z, beta):
     S = _column(a) * before
     error = v - jnp.sum(_column(k) * S, axis=0, keepdims=True)
     S = S + _column(k) * (beta[row : row + 1, head : head + 1] * error)
-    o = jnp.sum(_column(q * K**-0.5) * S, axis=0, keepdims=True)
+    o = jnp.sum(_column(q * core.config.own.head_dim**-0.5) * S, axis=0, keepdims=True)
     b.S[place, row, head] = jnp.where(live, S, before)
     b.conv[place, row, head, :past] = jnp.where(live, history[3:], history[:past])
-    return rms(o, core.config.norm_eps) * norm * jax.nn.sigmoid(of(gate))
+    return rms(o, core.config.norm_eps, core.config.own.head_dim) * norm * jax.nn.sigmoid(of(gate))
 
 
 def _column(row):

@@ -60,8 +60,8 @@ def _finish_down(core: Core, links: Links, vectors):
     query = links.gathered("mla_down", own)
     latent = links.gathered("mla_down", c.share(s.kv_rank + s.pe), own)
     weight = lambda name, width: vectors[VECTORS.index(name) : VECTORS.index(name) + 1, :width]  # noqa: E731
-    query = rms(query, s.norm_eps) * weight("q_norm", s.q_rank)
-    normed = rms(latent[:, : s.kv_rank], s.norm_eps) * weight("kv_norm", s.kv_rank)
+    query = rms(query, s.norm_eps, c.own.q_rank) * weight("q_norm", s.q_rank)
+    normed = rms(latent[:, : s.kv_rank], s.norm_eps, c.own.kv_rank) * weight("kv_norm", s.kv_rank)
     row = jnp.concatenate([normed, latent[:, s.kv_rank :]], axis=1)
     return query.astype(c.dtype), pad_lanes(row, c.key_width).astype(c.dtype)
 
@@ -149,7 +149,7 @@ def _attend_row(core: Core, q, latent, number, row: int):
 
         keys = b.latent[lax.rem(j, 2)]
         s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), precision=c.precision, preferred_element_type=F32)
-        s = s * c.mla.scale
+        s = s * c.own.query**-0.5
         s = jnp.where(tile * size + lax.broadcasted_iota(I32, s.shape, 1) <= position, s, LOWEST)
         top = jnp.maximum(peak, jnp.max(s, axis=1, keepdims=True))
         p, shrink = jnp.exp(s - top), jnp.exp(peak - top)

@@ -117,29 +117,40 @@ class Packer:
             "up": self.cut(w("latent_up"), 1),
         }
 
+    def mixer(self, named: Named, layer: int) -> np.ndarray:
+        """A layer's tiles of the tape before its channels' tiles."""
+        kind = self.config.layers[layer]
+        matrices = self.mla(_of(named, layer, "mla")) if kind.mla else self.kda(_of(named, layer, "kda"))
+        return self._tiles(self.plan.tape.parts(kind)[0], matrices)
+
+    def channels(self, named: Named, layer: int) -> np.ndarray:
+        kind = self.config.layers[layer]
+        matrices = self.moe(_of(named, layer, "moe")) if kind.moe else self.dense(_of(named, layer, "dense"))
+        return self._tiles(self.plan.tape.parts(kind)[1], matrices)
+
+    def head(self, named: Named) -> np.ndarray:
+        return self._tiles(self.plan.tape.head, {"head": self.cut(named["lm_head"], 1)})
+
+    def _tiles(self, part: Part, matrices: Mapping[str, np.ndarray]) -> np.ndarray:
+        blocks = self.config.blocks
+        return fill(part, matrices, blocks.tile_rows, blocks.tile_cols, self.config.dtype)
+
     def tape(self, named: Named) -> np.ndarray:
         """[tiles, tile_rows, tile_cols] of the whole step."""
-        tape, blocks, parts = self.plan.tape, self.config.blocks, []
-        tiles = lambda part, matrices: fill(part, matrices, blocks.tile_rows, blocks.tile_cols, self.config.dtype)  # noqa: E731
-        for layer, kind in enumerate(self.config.layers):
-            mixer, channels = tape.parts(kind)
-            name = "mla" if kind.mla else "kda"
-            parts.append(tiles(mixer, getattr(self, name)(_of(named, layer, name))))
-            name = "moe" if kind.moe else "dense"
-            parts.append(tiles(channels, getattr(self, name)(_of(named, layer, name))))
-        parts.append(tiles(tape.head, {"head": self.cut(named["lm_head"], 1)}))
-        return np.concatenate(parts)
+        layers = range(len(self.config.layers))
+        parts = [part(named, layer) for layer in layers for part in (self.mixer, self.channels)]
+        return np.concatenate([*parts, self.head(named)])
+
+    def records(self, gate: ExpertCodes, up: ExpertCodes, down: ExpertCodes) -> np.ndarray:
+        """[E, *record] of so many whole experts."""
+        gate, up = (ExpertCodes(self.cut(x.codes, 1), self.cut(x.scales, 1)) for x in (gate, up))
+        down = ExpertCodes(self.cut(down.codes, 2), self.cut(down.scales, 2))
+        return pack_records(self.plan.record, gate, up, down)
 
     def experts(self, named: Mapping[str, ExpertCodes]) -> np.ndarray:
         """[MoE layers, E, *record]."""
-        c, record = self.config, self.plan.record
-        out = np.zeros(self.plan.weights["experts"].shape, np.int32)
-        for i, layer in enumerate(c.moe_layers):
-            w = _of(named, layer, "moe")
-            gate, up = (ExpertCodes(self.cut(x.codes, 1), self.cut(x.scales, 1)) for x in (w("w1"), w("w3")))
-            down = ExpertCodes(self.cut(w("w2").codes, 2), self.cut(w("w2").scales, 2))
-            out[i] = pack_records(record, gate, up, down)
-        return out
+        layers = (_of(named, layer, "moe") for layer in self.config.moe_layers)
+        return np.stack([self.records(w("w1"), w("w3"), w("w2")) for w in layers])
 
     def vectors(self, named: Named) -> np.ndarray:
         out = np.zeros(self.plan.weights["vectors"].shape, np.float32)

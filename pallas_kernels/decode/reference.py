@@ -101,13 +101,15 @@ class _Step:
     round: object
     position: Int[Array, " B"]
 
-    def norm(self, x, weight, eps: float | None = None):
-        return self.round(rms(x, eps or self.config.norm_eps) * weight[None])
+    def norm(self, x, weight):
+        return self.round(rms(x, self.config.norm_eps, self.config.own.hidden) * weight[None])
 
     def mix(self, bank: list, r, key):
         """Softmax over the bank's rows and r (report Eqs. 8-9)."""
         v = jnp.stack([*bank, r])
-        s = _einsum("nbd,d->nb", v, key) * jax.lax.rsqrt(jnp.mean(v * v, axis=-1) + self.config.norm_eps)
+        s = _einsum("nbd,d->nb", v, key) * jax.lax.rsqrt(
+            jnp.sum(v * v, axis=-1) / self.config.own.hidden + self.config.norm_eps
+        )
         return _einsum("nb,nbd->bd", jax.nn.softmax(s, axis=0), v)
 
     def summed(self, o, weight):
@@ -130,9 +132,9 @@ class _Step:
         S = jnp.exp(g)[..., None] * caches.S[i]
         error = v - _einsum("bhkv,bhk->bhv", S, k)
         S = S + k[..., None] * (beta[..., None] * error)[..., None, :]
-        o = _einsum("bhkv,bhk->bhv", S, q * c.head_dim**-0.5)
+        o = _einsum("bhkv,bhk->bhv", S, q * self.config.own.head_dim**-0.5)
         gate = jax.nn.sigmoid(_einsum("bd,dhk->bhk", x, w("kda.g")))
-        o = self.round(rms(o, self.config.norm_eps) * w("kda.o_norm")[None, None] * gate)
+        o = self.round(rms(o, self.config.norm_eps, self.config.own.head_dim) * w("kda.o_norm")[None, None] * gate)
         live = (self.position >= 0)[:, None, None, None]
         caches = replace(
             caches,
@@ -143,9 +145,11 @@ class _Step:
 
     def mla(self, w: _Layer, x, caches: Caches, layer: int):
         i, c = self.config.mla_layers.index(layer), self.config.mla
-        q = self.norm(_einsum("bd,dq->bq", x, w("mla.q_a")), w("mla.q_a_norm"), c.norm_eps)
+        q = rms(_einsum("bd,dq->bq", x, w("mla.q_a")), c.norm_eps, self.config.own.q_rank)
+        q = self.round(q * w("mla.q_a_norm")[None])
         kv = _einsum("bd,dc->bc", x, w("mla.kv_a"))
-        latent = self.norm(kv[:, : c.kv_rank], w("mla.kv_a_norm"), c.norm_eps)
+        latent = rms(kv[:, : c.kv_rank], c.norm_eps, self.config.own.kv_rank)
+        latent = self.round(latent * w("mla.kv_a_norm")[None])
         latent = jnp.concatenate([latent, self.round(kv[:, c.kv_rank :])], axis=1)
         q = self.round(_einsum("bq,qhn->bhn", q, w("mla.q_b")))
         absorbed = self.round(_einsum("bhn,chn->bhc", q[..., : c.nope], w("mla.kv_b")[..., : c.nope]))
@@ -153,7 +157,10 @@ class _Step:
         positions = jnp.arange(cache.shape[1])[None]
         here = (positions == self.position[:, None])[..., None]
         cache = jnp.where(here, latent[:, None], cache)
-        s = _einsum("bhc,bsc->bhs", jnp.concatenate([absorbed, q[..., c.nope :]], axis=-1), cache) * c.scale
+        s = (
+            _einsum("bhc,bsc->bhs", jnp.concatenate([absorbed, q[..., c.nope :]], axis=-1), cache)
+            * self.config.own.query**-0.5
+        )
         s = jnp.where((positions <= self.position[:, None])[:, None], s, -1e30)
         p = jnp.exp(s - s.max(-1, keepdims=True))
         ctx = _einsum("bhs,bsc->bhc", self.round(p), cache[..., : c.kv_rank]) / p.sum(-1, keepdims=True)
@@ -180,14 +187,16 @@ class _Step:
         hidden = self.round(self.situ(gate, up)).reshape(len(x), c.top_k, self.config.ranks, -1)
         w2 = w("moe.w2")[chosen].reshape(*hidden.shape, -1)
         u = self.round(_einsum("bk,bknf,bknfl->nbl", p, hidden, w2)).sum(0)
-        u = self.norm(u, w("moe.latent_norm"))
+        u = rms(u, self.config.norm_eps, self.config.own.latent)
+        u = self.round(u * w("moe.latent_norm")[None])
         shared = self.situ(*(_einsum("bd,df->bf", x, w(f"moe.shared.{name}")) for name in ("gate", "up")))
         shared = _einsum("bf,fd->bd", self.round(shared), w("moe.shared.down"))
         return self.round(_einsum("bl,ld->bd", u, w("moe.latent_up"))) + self.round(shared)
 
 
-def rms(x: Float[Array, "*r D"], eps: float) -> Float[Array, "*r D"]:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+def rms(x: Float[Array, "*r D"], eps: float, width: int) -> Float[Array, "*r D"]:
+    """RMS norm of `width` channels; others are zeros."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) / width + eps)
 
 
 def decay(z: Float[Array, "*s"], rate: Float[Array, "*r"], bound: float | None) -> Float[Array, "*s"]:

@@ -41,7 +41,7 @@ def _step(core: Core, ring: Ring, links: Links, out) -> None:
     core.load("vectors", len(c.layers)).wait()
     final_norm = b.vectors[len(c.layers) % 2, :1]
     h = attn_res.mix(core, jnp.int32(2 * len(c.layers) - 1))
-    head.choose(core, ring, links, rms(h, c.norm_eps) * final_norm, out.logits, out.token)
+    head.choose(core, ring, links, rms(h, c.norm_eps, c.own.hidden) * final_norm, out.logits, out.token)
 
 
 def _layer(core: Core, ring: Ring, links: Links, layer) -> None:
@@ -55,13 +55,13 @@ def _layer(core: Core, ring: Ring, links: Links, layer) -> None:
     first = lax.rem(layer, c.attn_res_block) == 0
 
     h = jnp.where(layer == 0, b.residual[...], attn_res.mix(core, jnp.maximum(2 * layer - 1, 0)))
-    x = rms(h, c.norm_eps) * weight("attn_norm")
+    x = rms(h, c.norm_eps, c.own.hidden) * weight("attn_norm")
     pl.when(first)(lambda: attn_res.start_block(core, lax.div(layer, c.attn_res_block)))
     pl.when(is_mla == 0)(lambda: kda.mixer(core, ring, links, x, kda_number, mixer_start))
     pl.when(is_mla == 1)(lambda: mla.mixer(core, ring, links, x, vectors, mla_number, mixer_start))
     b.residual[...] = jnp.where(first, 0.0, b.residual[...]) + b.change[...]
 
-    x = rms(attn_res.mix(core, 2 * layer), c.norm_eps) * weight("ffn_norm")
+    x = rms(attn_res.mix(core, 2 * layer), c.norm_eps, c.own.hidden) * weight("ffn_norm")
     pl.when(is_moe == 0)(lambda: channels.dense(core, ring, links, x, channels_start))
     pl.when(is_moe == 1)(lambda: channels.latent_moe(core, ring, links, x, vectors, moe_number, channels_start))
     b.residual[...] = b.residual[...] + b.change[...]

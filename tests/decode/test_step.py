@@ -78,9 +78,7 @@ def test_both_modes_in_bfloat16():
 
 # Mistakes that only arithmetic shows; those of synchronisation are in test_protocol.py.
 MISTAKES = {
-    "gate-before-norm": Mutation(
-        "kda", "rms(o, core.config.norm_eps) * norm *", "rms(o * norm, core.config.norm_eps) *"
-    ),
+    "gate-before-norm": Mutation("kda", "rms(o, core.config.norm_eps,", "rms(o * norm, core.config.norm_eps,"),
     "state-of-the-wrong-layer": Mutation("core", "source.at[index]", "source.at[0]"),
     "bias-in-the-weights": Mutation("router", "where(here, scores, 0.0)", "where(here, left, 0.0)"),
     "the-wrong-quarter": Mutation("experts", "quarter == i,", "quarter == QUARTERS - i,"),

@@ -70,7 +70,6 @@ def test_help_has_an_example_and_needs_no_jax(command):
     done = python(code, *([command] if command else []))
     assert done.returncode == 0, done.stderr
     assert "example" in done.stdout and re.search(rf" k3 {command or 'generate'}( kda)? --", done.stdout)
-    assert "megakernel" not in done.stdout
 
 
 def test_score_equals_the_released_code(checkpoint, expected, tmp_path, capsys):
@@ -130,7 +129,9 @@ GENERATE = [
     (["--prompt", "x", "--top-k", "-1"], "top_k = -1"),
     (["--prompt", "x", "--seed", "-1"], "seed = -1"),
     (["--prompt", "x", "--stop-token", "128"], "--stop-token[0] = 128: expected 0..127"),
-    (["--prompt", "x", "--engine", "megakernel"], "--engine = megakernel: not available yet; use --engine xla"),
+    (["--prompt", "x", "--engine", "megakernel"], "has no manifest.json: expected a directory of k3 pack"),
+    (["--prompt", "x", "--engine", "gpu"], "--engine = gpu: expected xla or megakernel"),
+    (["--prompt", "x", "--engine", "megakernel", "--dtype", "float32"], "--dtype = float32: packed weights have their"),
     (["--prompt", "x", "--tokenizer", "absent.model"], "tokenizer = absent.model: no such file"),
     (["--prompt", "x", "--prompt-tokens", "in/good.npy"], "not allowed with argument --prompt"),
     ([], "one of the arguments --prompt --prompt-tokens is required"),
