@@ -6,7 +6,7 @@ protocol.py   static check of the exchanges            pack.py, caches.py   from
 reference.py  the same step in plain JAX               sections.py          packing, one piece after the other
 timeline.py   a model of its time                      stages.py            the step's instructions for it
 compiled.py   bundles of the stages                    published.py         the published kernel under the same model
-predicted.py  tokens per second                        bench.py, api.py     for `k3 bench decode`; programs of several steps
+predicted.py  tokens per second                        bench.py, api.py     its bench; programs of several steps
 step.py       the kernel; its parts by role: core, ring, collectives, attn_res, kda, mla, channels, router, experts,
               head
 """
