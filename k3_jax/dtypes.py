@@ -84,6 +84,12 @@ def _decode_host(packed: np.ndarray, scale: np.ndarray, dtype: np.dtype) -> np.n
     return values
 
 
+def mxfp4_codes(packed: UInt8[Array, "... half_n"]) -> UInt8[Array, "... n"]:
+    """The E2M1 codes of packed bytes, a byte each; NumPy or JAX."""
+    xp = np if isinstance(packed, np.ndarray) else jnp
+    return xp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+
+
 def mxfp4_decode(
     packed: UInt8[Array, "... half_n"], scale: UInt8[Array, "... groups"], dtype=ml_dtypes.bfloat16
 ) -> Float[Array, "... n"]:
@@ -95,7 +101,7 @@ def mxfp4_decode(
     _check_shapes(packed, scale)
     if isinstance(packed, np.ndarray):
         return _decode_host(packed, scale, np.dtype(dtype))
-    codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1, GROUP).astype(jnp.int32)
+    codes = mxfp4_codes(packed).reshape(*scale.shape, GROUP).astype(jnp.int32)
     bits = _float32_bits(codes, scale[..., None].astype(jnp.int32), jnp)
     bits = jnp.where(scale[..., None] == E8M0_NAN, jnp.uint32(0x7FC00000), bits)
     bits = bits.reshape(*packed.shape[:-1], packed.shape[-1] * 2)

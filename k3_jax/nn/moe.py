@@ -18,7 +18,7 @@ from k3_jax.nn.balance import expert_load, histogram
 from k3_jax.nn.init import normal, ones, zeros
 from k3_jax.nn.linear import MLP, param, project, situ
 from k3_jax.nn.norm import rms_norm
-from k3_jax.parallel.expert import routed_experts
+from k3_jax.parallel.expert import in_order, routed_experts
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["histogram", "load"], meta_fields=[])
@@ -52,7 +52,7 @@ class LatentMoE(nnx.Module):
         p, chosen, stats = self.route(x, segment_ids)
         z = named("moe_latent", project("btd,dl->btl", x, self.latent_down, "D_", "BT_"))
         # First, or XLA gathers the shared experts' weights between two chunks of the routed experts' rows.
-        z, shared = jax.lax.optimization_barrier((z, self.shared(x)))
+        z, shared = in_order(z, self.shared(x))
         weights = tuple(
             sharding.place(w[...].astype(x.dtype), sharding.active(letters))
             for w, letters in ((self.w1, "ELF"), (self.w3, "ELF"), (self.w2, "EFL"))

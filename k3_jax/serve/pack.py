@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from k3_jax.config import ConfigError, K3Config
-from k3_jax.dtypes import GROUP, mxfp4_decode, mxfp4_encode
+from k3_jax.dtypes import GROUP, mxfp4_codes, mxfp4_decode, mxfp4_encode
 from pallas_kernels.decode import (
     LANES,
     Blocks,
@@ -140,8 +140,7 @@ def expert_codes(name: str, weight: np.ndarray) -> ExpertCodes:
     packed, scales = mxfp4_encode(by_output)
     if not np.array_equal(mxfp4_decode(packed, scales, np.float32), by_output):
         raise ConfigError(f"{name} is not MXFP4: expected a checkpoint in the released layout")
-    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(by_output.shape)
-    return ExpertCodes(codes, scales)
+    return ExpertCodes(mxfp4_codes(packed), scales)
 
 
 def pack(plan: Plan, named: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

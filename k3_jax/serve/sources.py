@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from k3_jax.config import ConfigError, K3Config
+from k3_jax.dtypes import mxfp4_codes
 from k3_jax.serve.pack import expert_codes
 from k3_jax.weights.names import text_parameters
 from k3_jax.weights.orbax import MODEL, find_step, read_array, saved_dtypes
@@ -74,8 +75,7 @@ class Released(Checkpoint):
         if not all(self._checkpoint.is_packed(parameter.expert(i)) for i in range(start, stop)):
             return expert_codes(name, self._checkpoint.read_experts(name, start, stop, np.float32))
         packed, scales = self._checkpoint.read_packed(name, start, stop)
-        codes = np.stack([packed & 15, packed >> 4], axis=-1)
-        return ExpertCodes(codes.reshape(*packed.shape[:2], -1), scales)
+        return ExpertCodes(mxfp4_codes(packed), scales)
 
 
 class Trained(Checkpoint):

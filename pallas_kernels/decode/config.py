@@ -196,7 +196,3 @@ class DecodeConfig:
 
 def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    return prod(shape)

@@ -80,3 +80,7 @@ def pad_rows(x, rows: int):
     if x.shape[0] >= rows:
         return x
     return jnp.concatenate([x, jnp.zeros((rows - x.shape[0], x.shape[1]), x.dtype)], axis=0)
+
+
+def joined(parts: list, axis: int):
+    return jnp.concatenate(parts, axis=axis) if len(parts) > 1 else parts[0]

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode.config import DecodeConfig, round_up
-from pallas_kernels.decode.core import F32, I32, Core
+from pallas_kernels.decode.core import F32, I32, Core, joined
 from pallas_kernels.decode.record import GROUP, OUTPUTS, QUARTERS, SCALES, STRETCH, Record
 from pallas_kernels.decode.reference import situ
 
@@ -101,7 +101,7 @@ def _diagonals(core: Core, z) -> list:
     for stretch in range(record.stretches):
         start = rows * stretch % quarter
         piles = [jnp.concatenate([x] * (2 + rows // quarter), axis=1)[:, start : start + rows] for x in quarters]
-        made.append(_joined([_diagonal(x, round_up(record.groups, 8)) for x in piles], 0))
+        made.append(joined([_diagonal(x, round_up(record.groups, 8)) for x in piles], 0))
     return made
 
 
@@ -111,8 +111,8 @@ def _up(core: Core, words: list, diagonals: list) -> list:
     columns = [None] * record.columns
     for stretch, x in enumerate(diagonals):
         lanes = slice(stretch * STRETCH, (stretch + 1) * STRETCH)
-        codes = _joined([_values(c, w[: record.up_rows, lanes]) for w in words], 1)
-        scales = _joined([_scales(w[record.up_scale_start : record.down_scale_start, lanes]) for w in words], 1)
+        codes = joined([_values(c, w[: record.up_rows, lanes]) for w in words], 1)
+        scales = joined([_scales(w[record.up_scale_start : record.down_scale_start, lanes]) for w in words], 1)
         sums = jnp.dot(x, codes, precision=c.precision, preferred_element_type=F32)
         term = _own_quarter(sums)[: len(scales)] * scales
         row = lax.broadcasted_iota(I32, term.shape, 0)
@@ -120,7 +120,7 @@ def _up(core: Core, words: list, diagonals: list) -> list:
             part = term if (first, last) == (0, record.groups) else jnp.where((row >= first) & (row < last), term, 0.0)
             columns[column] = part if columns[column] is None else columns[column] + part
     columns = [jnp.sum(column, axis=0, keepdims=True) for column in columns]
-    return [_joined([_folded(x, i * STRETCH) for x in columns], 1) for i in range(len(words))]
+    return [joined([_folded(x, i * STRETCH) for x in columns], 1) for i in range(len(words))]
 
 
 def _folded(x, lane: int):
@@ -154,19 +154,15 @@ def _down(core: Core, words: list, hidden: list):
     c, record = core.config, core.plan.record
     F, groups = record.expert, SCALES * record.down_scale_rows
     top = record.up_rows + round_up(record.down_rows, 8)  # whole tiles; what follows the codes is cut off again
-    codes = _joined([_values(c, w[record.up_rows : top, :])[:F] for w in words], 0)
+    codes = joined([_values(c, w[record.up_rows : top, :])[:F] for w in words], 0)
     start, rows = record.down_scale_start, record.down_scale_rows
-    scales = _joined([_scales(w[start : start + rows, :]) for w in words], 0)
-    x = jnp.broadcast_to(_joined(hidden, 1), (round_up(len(scales), 16), F * len(words)))
+    scales = joined([_scales(w[start : start + rows, :]) for w in words], 0)
+    x = jnp.broadcast_to(joined(hidden, 1), (round_up(len(scales), 16), F * len(words)))
     row, column = (lax.broadcasted_iota(I32, x.shape, axis) for axis in (0, 1))
     here = row == groups * lax.div(column, F) + lax.div(lax.rem(column, F), GROUP)
     x = jnp.where(here, x, jnp.zeros((), x.dtype))
     sums = jnp.dot(x, codes, precision=c.precision, preferred_element_type=F32)
     return sums[: len(scales)] * scales
-
-
-def _joined(parts: list, axis: int):
-    return jnp.concatenate(parts, axis=axis) if len(parts) > 1 else parts[0]
 
 
 def _values(c: DecodeConfig, words):

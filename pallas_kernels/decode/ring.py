@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.decode.core import F32, Core, pad_lanes, pad_rows
+from pallas_kernels.decode.core import F32, Core, joined, pad_lanes, pad_rows
 from pallas_kernels.decode.tape import SUBLANES, Block, Part, Piece
 
 
@@ -43,7 +43,7 @@ class Ring:
         if matrix.transposed:
             return self._transposed(blocks, start, x)[: len(x), : matrix.width]
         columns = [self._block(block, start, x) for block in blocks]
-        return _joined(columns)[:, : matrix.width]
+        return joined(columns, 1)[:, : matrix.width]
 
     def _block(self, block: Block, start, x):
         """[B, cols]: `fold` pieces of x as rows, of whose product with the block the diagonal counts."""
@@ -92,12 +92,4 @@ def _folded(x, block: Block):
     """[fold B, depth] from x [B, K], rows of zeros up to a whole tile."""
     x = pad_lanes(x, block.fold * block.depth)
     parts = [x[:, i * block.depth : (i + 1) * block.depth] for i in range(block.fold)]
-    return pad_rows(_stacked(parts), SUBLANES)
-
-
-def _stacked(parts: list):
-    return jnp.concatenate(parts, axis=0) if len(parts) > 1 else parts[0]
-
-
-def _joined(parts: list):
-    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    return pad_rows(joined(parts, 0), SUBLANES)
