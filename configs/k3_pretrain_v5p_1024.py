@@ -13,14 +13,24 @@ State is sharded 1,024 ways: experts over `expert`, their width over `fsdp`, all
 are those of LIBTPU_INIT_ARGS: a scheduler that hides latencies, gathers and scatters by the SparseCores.
 """
 
-from k3_jax.config import Cosine, DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
-from k3_jax.recipe import load_recipe
+from k3_jax.config import (
+    Cosine,
+    DataConfig,
+    K3Config,
+    KDAConfig,
+    MeshConfig,
+    MLAConfig,
+    MoEConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 def get_config() -> RunConfig:
     return RunConfig(
         name="k3_pretrain_v5p_1024",
-        model=load_recipe("configs/k3.py").model,
+        model=_model(),
         mesh=MeshConfig(fsdp=16, expert=64),
         data=DataConfig(source="data", tokenizer="tiktoken.model", sequence_length=8192, batch_size=8192),
         optimizer=OptimizerConfig(
@@ -47,4 +57,44 @@ def get_config() -> RunConfig:
                 "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
             ),
         ),
+    )
+
+
+def _model() -> K3Config:
+    return K3Config(
+        vocab_size=163840,
+        hidden_size=7168,
+        num_layers=93,
+        mla_layers=(*range(3, 92, 4), 92),
+        kda=KDAConfig(num_heads=96, head_dim=128, conv_width=4, gate_lower_bound=-5.0),
+        mla=MLAConfig(
+            num_heads=96,
+            q_lora_rank=1536,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            latent_norm_eps=1e-6,
+        ),
+        dense_dim=33792,
+        moe=MoEConfig(
+            num_experts=896,
+            top_k=16,
+            latent_dim=3584,
+            expert_dim=3072,
+            shared_dim=6144,
+            routed_scaling_factor=1.0,
+            renormalize=True,
+            quantile_bins=1000,  # in the report, App. D; those of the training are not disclosed
+        ),
+        first_dense_layers=1,
+        attn_res_block=12,
+        norm_eps=1e-5,
+        situ_beta=4.0,
+        situ_linear_beta=25.0,
+        init_std=0.02,
+        max_positions=1048576,
+        bos_token_id=163584,
+        eos_token_id=163586,
+        pad_token_id=163839,
     )

@@ -129,6 +129,9 @@ def _set_environment() -> None:
     """Defaults that JAX reads when it is imported: keep what took over a second to compile, log no warnings of XLA."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "k3_jax" / "xla"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        # A CPU program of several devices loses the order of its collectives there, and hangs (jaxlib 0.12.0.1).
+        os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # Orbax warns of its own optional files, and its threads print what the command reports in one line.

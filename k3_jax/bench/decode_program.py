@@ -6,20 +6,16 @@ from jax.sharding import Mesh
 
 from k3_jax.config import K3Config
 from k3_jax.recipe import load_recipe
-from k3_jax.serve.pack import BLOCKS, decode_config
+from k3_jax.serve.packed import Cut
 from pallas_kernels.common import aot
 from pallas_kernels.decode import AXIS, Plan, abstract_arguments, decode_program
 
 STEPS = 16
-CUT = 21_000  # tokens in all rows together from which a cut cache is faster: two exchanges, or 24 MB of HBM
 
 
 def plan_of(model: K3Config, ranks: int, rows: int, context: int) -> Plan:
-    """For so many tokens in every row; the cache is cut over the ranks where that is faster."""
-    cut = ranks if rows * context > CUT else 1
-    tile = BLOCKS.cache_rows * cut
-    capacity = -(-(context + STEPS) // tile) * tile
-    return Plan(decode_config(model, ranks=ranks, rows=rows, capacity=capacity, cache_ranks=cut))
+    """For so many tokens in every row."""
+    return Cut(model, ranks, "bfloat16").plan(rows, context + STEPS)
 
 
 def lower(config: str, topology: str, rows: int, context: int) -> jax.stages.Lowered:

@@ -27,7 +27,6 @@ from k3_jax.serve.sampling import NOT_FINITE, Sampler, SamplingConfig, choose
 from pallas_kernels.decode import AXIS, Plan, decode_step
 
 STEPS = 16  # of one call
-CUT_CACHE_ABOVE = 20_000  # tokens: from there on reading a whole cache costs more than two exchanges (docs/kernels.md)
 NONE = -1  # in place of a given token
 
 
@@ -112,10 +111,7 @@ class Engine:
     @staticmethod
     def load(packed: Packed, *, rows: int, capacity: int, steps: int = STEPS) -> "Engine":
         """On the first devices, one for each rank. Raises ConfigError for damaged files or too few devices."""
-        ranks = packed.cut.ranks
-        mesh = rank_mesh(ranks)
-        cache_ranks = ranks if rows * capacity > CUT_CACHE_ABOVE else 1
-        plan = packed.cut.plan(rows, capacity, cache_ranks)
+        mesh, plan = rank_mesh(packed.cut.ranks), packed.cut.plan(rows, capacity)
         return Engine(packed.cut.model, plan, mesh, packed.load(plan, mesh), steps, steps_program(plan, mesh, steps))
 
     def generate(
@@ -193,10 +189,13 @@ def rank_mesh(ranks: int) -> Mesh:
 
 
 def fake_cpus(count: int) -> None:
-    """So many devices on a CPU, unless the environment has said how many, or one has been used already."""
+    """So many devices on a CPU, unless the environment has said how many, or one has been used already. What is
+    compiled for them is not cached, as in `cli`."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         try:
             jax.config.update("jax_num_cpu_devices", count)
+            if jax.devices()[0].platform == "cpu":
+                jax.config.update("jax_enable_compilation_cache", False)
         except RuntimeError:
             return  # devices are there; `rank_mesh` tells if they are too few
 

@@ -22,9 +22,11 @@ from k3_jax.config import ConfigError, K3Config
 from k3_jax.overrides import from_json, to_json
 from k3_jax.serve.pack import blocks_for, decode_config
 from k3_jax.serve.sources import digest
-from pallas_kernels.decode import AXIS, LAYOUT_VERSION, Plan
+from pallas_kernels.decode import AXIS, LAYOUT_VERSION, Plan, nbytes, round_up
 
 MANIFEST, JOURNAL = "manifest.json", "packing.jsonl"
+# Tokens in all rows together from which reading a whole cache, 24 MB per core, costs more than two exchanges.
+CUT_ABOVE = 21_000
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 
@@ -36,11 +38,11 @@ class Cut:
     ranks: int
     dtype: str
 
-    def plan(self, rows: int = 1, capacity: int | None = None, cache_ranks: int = 1) -> Plan:
-        """For so many rows of at least `capacity` tokens. Raises ConfigError if the kernel cannot be built."""
-        blocks = blocks_for(self.model, self.ranks)
-        tile = blocks.cache_rows * cache_ranks
-        tokens = -(-(capacity or 1) // tile) * tile
+    def plan(self, rows: int = 1, capacity: int = 1) -> Plan:
+        """For so many rows of at least `capacity` tokens; the cache is cut over the ranks where that is faster. Raises
+        ConfigError if the kernel cannot be built."""
+        blocks, cache_ranks = blocks_for(self.model, self.ranks), self.ranks if rows * capacity > CUT_ABOVE else 1
+        tokens = round_up(capacity, blocks.cache_rows * cache_ranks)
         config = decode_config(
             self.model, ranks=self.ranks, rows=rows, capacity=tokens, cache_ranks=cache_ranks, blocks=blocks,
             dtype=DTYPES[self.dtype],
@@ -147,10 +149,6 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: damaged; pack the checkpoint again")
     return data
-
-
-def nbytes(array: jax.ShapeDtypeStruct) -> int:
-    return array.size * jnp.dtype(array.dtype).itemsize
 
 
 def manifest(cut: Cut, source: str, sections: list[Mapping[str, Any]]) -> dict[str, Any]:

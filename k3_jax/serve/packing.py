@@ -17,10 +17,10 @@ import numpy as np
 
 from k3_jax.config import ConfigError
 from k3_jax.overrides import differences
-from k3_jax.serve.packed import JOURNAL, MANIFEST, Cut, Packed, file_name, manifest, nbytes, read_manifest
+from k3_jax.serve.packed import JOURNAL, MANIFEST, Cut, Packed, file_name, manifest, read_manifest
 from k3_jax.serve.sources import Checkpoint
 from k3_jax.serve.widen import Widened
-from pallas_kernels.decode import Packer, PackError, Plan, Section, Tensors, sections_of
+from pallas_kernels.decode import Packer, PackError, Plan, Section, Tensors, nbytes, sections_of
 
 Report = Callable[[str, int, int], None]  # (section, bytes done, bytes in all)
 

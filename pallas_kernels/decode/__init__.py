@@ -27,7 +27,7 @@ from pallas_kernels.decode.config import (
 )
 from pallas_kernels.decode.pack import ExpertCodes, Packer, PackError
 from pallas_kernels.decode.plan import Plan
-from pallas_kernels.decode.sections import LAYOUT_VERSION, Section, Tensors, sections_of
+from pallas_kernels.decode.sections import LAYOUT_VERSION, Section, Tensors, nbytes, sections_of
 from pallas_kernels.decode.step import decode_step
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "abstract_arguments",
     "decode_program",
     "decode_step",
+    "nbytes",
     "round_up",
     "sections_of",
 ]

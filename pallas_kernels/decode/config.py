@@ -6,7 +6,6 @@ MLA; E experts, k of them per token, L latent width, F expert width, S layers of
 """
 
 from dataclasses import dataclass
-from math import prod
 
 import jax.numpy as jnp
 from jax import lax

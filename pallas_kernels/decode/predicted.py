@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pallas_kernels.decode import published
+from pallas_kernels.decode.ledger import padded_bytes
 from pallas_kernels.decode.plan import Plan
 from pallas_kernels.decode.stages import StageBundles, StepProgram
 from pallas_kernels.decode.timeline import Fetch, Instruction, Rates, Send, Times, Wait, play
@@ -28,11 +29,7 @@ def predictions(plan: Plan, bundles: dict[str, StageBundles], context: int) -> d
             "hbm_tb_per_s_per_core": RATES.hbm / 1e12,
             "bundles_per_ns": RATES.bundles / 1e9,
             "links_gb_per_s_per_core": RATES.links / 1e9,
-            "ring_mib": 2
-            * plan.config.blocks.banks
-            * plan.config.blocks.tile_rows
-            * plan.config.blocks.tile_cols
-            / 2**20,
+            "ring_mib": padded_bytes(plan.buffers["banks"]) / 2**20,
         },
         "sensitivity": [{"phase_us": us, "tokens_per_s": rows / x.now} for us, x in times.items()],
     }
@@ -64,6 +61,7 @@ def _published(rows: int, sensitivity: list[dict[str, float]]) -> dict[str, Any]
     for line in sensitivity:
         theirs = predict(rows, _rates(line["phase_us"]))
         line |= {"published_tokens_per_s": theirs, "ratio": line["tokens_per_s"] / theirs}
+    most, mean = published.busiest(rows, published.GROUPS)
     model = {batch: predict(batch, RATES) for batch in published.TOKENS_PER_SECOND}
     return {
         "predicted_published_tokens_per_s": predict(rows, RATES),
@@ -71,7 +69,7 @@ def _published(rows: int, sensitivity: list[dict[str, float]]) -> dict[str, Any]
             "measured_tokens_per_s": published.TOKENS_PER_SECOND,
             "speculative": published.SPECULATIVE,
             "roofline_tokens_per_s": published.ROOFLINE,
-            "max_rank_over_mean": (lambda x: x[0] / x[1])(published.busiest(rows, published.GROUPS)),
+            "max_rank_over_mean": most / mean,
             "fitted": {"layer_us": 1e6 * fitted.layer, "row_us": 1e6 * fitted.row, "on_batches": published.FITTED},
             "model_tokens_per_s": model,
             "held_out_error": {b: model[b] / published.TOKENS_PER_SECOND[b] - 1 for b in published.HELD_OUT},

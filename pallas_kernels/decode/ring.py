@@ -6,7 +6,6 @@ that belongs to: the memory is busy across layers and across exchanges.
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu

@@ -9,12 +9,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.decode.config import elements
 from pallas_kernels.decode.pack import ExpertCodes, Packer
 from pallas_kernels.decode.plan import Plan
 
@@ -44,7 +44,7 @@ class Section:
 def sections_of(plan: Plan) -> Iterator[Section]:
     """All of a rank's arrays, in the order of the layers."""
     c, tape = plan.config, plan.tape
-    tile, record = (_nbytes(plan.weights[name], skip) for name, skip in (("tape", 1), ("experts", 2)))
+    tile, record = (nbytes(plan.weights[name], skip) for name, skip in (("tape", 1), ("experts", 2)))
     moe = 0
     for layer, (kind, (mixer, channels)) in enumerate(zip(c.layers, tape.starts, strict=True)):
         after = channels + tape.parts(kind)[1].tiles
@@ -60,12 +60,12 @@ def sections_of(plan: Plan) -> Iterator[Section]:
         moe += 1
     yield Section("head", "tape", tape.head_start * tile, tape.tiles * tile, Packer.head)
     for name in ("vectors", "heads", "keys", "embed"):
-        yield Section(name, name, 0, _nbytes(plan.weights[name], 0), getattr(Packer, name))
+        yield Section(name, name, 0, nbytes(plan.weights[name]), getattr(Packer, name))
 
 
-def _nbytes(array: jax.ShapeDtypeStruct, skip: int) -> int:
+def nbytes(array: jax.ShapeDtypeStruct, skip: int = 0) -> int:
     """Of one element of the first `skip` axes."""
-    return elements(array.shape[skip:]) * jnp.dtype(array.dtype).itemsize
+    return prod(array.shape[skip:]) * jnp.dtype(array.dtype).itemsize
 
 
 def _mixer(layer: int, packer: Packer, tensors: Tensors) -> np.ndarray:

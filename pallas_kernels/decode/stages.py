@@ -5,7 +5,7 @@ A stage uses matrices of the tape in their order and ends with an exchange, or w
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pallas_kernels.decode.config import LayerKind
 from pallas_kernels.decode.ledger import padded_bytes
@@ -31,7 +31,6 @@ class Stage:
 
 
 def mixer_stages(plan: Plan, mla: bool) -> tuple[Stage, ...]:
-    *inside, last = plan.mixer_exchanges(mla)
     if not mla:
         first = Stage("kda.mix", ("project", "beta", "decay", "output"))
         return _ended("kda", (first,), plan.mixer_exchanges(False))
@@ -64,10 +63,7 @@ def _ended(kind: str, stages: tuple[Stage, ...], exchanges: tuple[str, ...]) -> 
     sums = range(1, len(exchanges) - len(stages) + 1)
     stages = (*stages, *(Stage(f"{kind}.sum{i}") for i in sums), Stage(f"{kind}.end"))
     ends = (*exchanges, None)
-    return tuple(
-        Stage(s.name, s.matrices, s.during, s.experts, s.attention, s.before, end)
-        for s, end in zip(stages, ends, strict=True)
-    )
+    return tuple(replace(stage, ends=end) for stage, end in zip(stages, ends, strict=True))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -268,6 +269,14 @@ def test_a_closed_pipe_is_quiet(tmp_path):
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(60) == 141
     process.stderr.close()
+
+
+@pytest.mark.parametrize(("flags", "cached"), [("", "True"), ("--xla_force_host_platform_device_count=2", "False")])
+def test_programs_of_several_cpu_devices_are_not_cached(flags, cached):
+    """Read back they would hang: see cli._set_environment."""
+    code = "import k3_jax.cli as c; c._set_environment(); import jax; print(jax.config.jax_enable_compilation_cache)"
+    environment = {name: x for name, x in os.environ.items() if name != "JAX_ENABLE_COMPILATION_CACHE"}
+    assert python(code, env=environment | {"XLA_FLAGS": flags}).stdout.strip() == cached
 
 
 def test_unknown_commands():
