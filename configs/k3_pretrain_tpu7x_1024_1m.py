@@ -3,7 +3,7 @@
 Command:    k3 plan --config configs/k3_pretrain_tpu7x_1024_1m.py --topology tpu7x:8x8x16 --lower
 Hardware:   1,024 TPU7x chips (2,048 cores); for `plan`, any CPU
 Wall time:  `plan` 5 s (measured on 2 cores). Training: never run
-Expected:   the ledger says 77 of 101.7 GB on each core, 16.8M tokens per step
+Expected:   the ledger says 74 of 101.7 GB on each core, 16.8M tokens per step
 Parameters: 2,779,484,476,000 total, 104,189,612,640 active per token
 
 A row of a million tokens lies on 64 pairs of cores in zig-zag order, 16,384 tokens on each, so that all have the same

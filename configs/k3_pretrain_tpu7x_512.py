@@ -2,9 +2,9 @@
 
 Command:    k3 plan --config configs/k3_pretrain_tpu7x_512.py --topology tpu7x:8x8x8 --compile
 Hardware:   512 TPU7x chips (1,024 cores); for `plan`, any CPU
-Wall time:  `plan` 5 s, with --compile 19 min and 8 GB (measured on 2 cores). Training: 56 to 109 s per step, 150 to 290
+Wall time:  `plan` 5 s, with --compile 8 min and 10 GB (measured on 2 cores). Training: 56 to 109 s per step, 150 to 290
             days (predicted from peaks, uncalibrated: all or nothing of what travels is hidden; never run)
-Expected:   85 of 101.7 GB on each core (compiled by libtpu 0.0.50.1; the ledger says 83), 67M tokens per step, no
+Expected:   84 of 101.7 GB on each core (compiled by libtpu 0.0.50.1; the ledger says 81), 67M tokens per step, no
             collective that the plan does not list
 Parameters: 2,779,484,476,000 total, 104,189,612,640 active per token
 

@@ -213,7 +213,7 @@ def _experts(sizes: Sizes) -> list[Item]:
     m = moe.num_experts // sizes.expert
     kept = (CHUNKS - 1) / CHUNKS
     return [
-        Item(BUFFERS, "experts: own and borrowed w1, w3, w2, two of them transposed too", 5 * 2 * m * L * F * b),
+        Item(BUFFERS, "experts: own and borrowed w1, w3, w2", 3 * 2 * m * L * F * b),
         Item(BUFFERS, "experts: rows sent and received, of z and the gradient", round(N * L * b * (2 + 2 + 1))),
         Item(ACTIVATIONS, "experts: rows kept for the weights' gradients", round(N * b * kept * (2 * L + 3 * F))),
         Item(ACTIVATIONS, "experts: sums of a chunk, float32", N // CHUNKS * L * FLOAT),
