@@ -2,8 +2,8 @@
 
 Command:    k3 plan --config configs/k3_pretrain_v5p_1024.py --topology v5p:8x8x16 --compile
 Hardware:   1,024 v5p chips; for `plan`, any CPU
-Wall time:  `plan` 5 s, with --compile 5 min and 10 GB (measured on 2 cores). Training: 133 to 166 s per step, 355 to 445
-            days (predicted from peaks, uncalibrated: all or nothing of what travels is hidden; never run)
+Wall time:  `plan` 5 s, with --compile 5 min and 10 GB (measured on 2 cores). Training: 133 to 166 s per step, 355 to
+            445 days (predicted from peaks, uncalibrated: all or nothing of what travels is hidden; never run)
 Expected:   86 of 102.8 GB on each chip (compiled by libtpu 0.0.50.1; the ledger says 81), 67M tokens per step, no
             collective that the plan does not list
 Parameters: 2,779,484,476,000 total, 104,189,612,640 active per token

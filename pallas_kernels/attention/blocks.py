@@ -37,6 +37,20 @@ class Problem:
         size = next(x for x in (size, TILE, LANES) if self.block % x == 0)
         return [slice(i, i + size) for i in range(0, self.block, size)]
 
+    @property
+    def forward_flops(self) -> int:
+        """Of the matrix products, per pair of a query and a key, and head."""
+        return 2 * (self.N + HALF + self.V)
+
+    @property
+    def backward_flops(self) -> int:
+        return 2 * (3 * (self.N + HALF) + 2 * self.V)
+
+
+def causal_pairs(T: int, S: int) -> int:
+    """Of T queries and S keys: exact if they are the same tokens, else the mean over the places of the queries."""
+    return T * (S + 1) // 2
+
 
 class Inputs(NamedTuple):
     """Arrays of a call, or their blocks in a step; Hp pairs of heads. `extra` is [k_pe | 0 | 0 | k_pe]. Both segments

@@ -26,10 +26,11 @@ from pallas_kernels.attention.blocks import (
     Scalars,
     Specs,
     allowed,
+    causal_pairs,
     split_refs,
 )
 from pallas_kernels.attention.steps import FULL, MASKED, field
-from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, LOG2E, ROWS_BY_ROWS, dot, in_turns, shape_of
+from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, LOG2E, ROWS_BY_ROWS, cost_of, dot, in_turns, shape_of
 
 COMPILER_PARAMS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=56 * 2**20
@@ -88,6 +89,11 @@ def backward(
         k=((HEADS, p.block, p.N + LANES), jnp.float32), v=((HEADS, p.block, p.V), jnp.float32),
         p=((HEADS, p.block, p.block), dtype), ds=((HEADS, p.block, p.block), dtype),
     )  # fmt: skip
+    out_shape = [
+        shape(span * p.block, HEADS * p.N, dtype), shape(span * p.block, LANES, dtype),
+        shape(S, HEADS * (p.N + p.V), summed), shape(S, LANES, jnp.float32),
+    ]  # fmt: skip
+    flops = B * pairs * HEADS * causal_pairs(span * p.block, S) * p.backward_flops
     outputs = pl.pallas_call(
         functools.partial(_kernel, problem=problem, span=span, accumulates=earlier is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -98,14 +104,12 @@ def backward(
             out_specs=[*of_queries, *of_keys],
             scratch_shapes=[pltpu.VMEM(*size) for size in scratch],
         ),
-        out_shape=[
-            shape(span * p.block, HEADS * p.N, dtype), shape(span * p.block, LANES, dtype),
-            shape(S, HEADS * (p.N + p.V), summed), shape(S, LANES, jnp.float32),
-        ],
+        out_shape=out_shape,
         input_output_aliases={len(arguments) - 2: 2, len(arguments) - 1: 3} if earlier else {},
         compiler_params=COMPILER_PARAMS,
+        cost_estimate=cost_of(flops, (*arguments, *out_shape)),
         name="attention_backward",
-    )(*arguments)  # fmt: skip
+    )(*arguments)
     return QueryGradients(*outputs[:2]), KeyGradients(*outputs[2:])
 
 

@@ -24,10 +24,11 @@ from pallas_kernels.attention.blocks import (
     Scalars,
     Specs,
     allowed,
+    causal_pairs,
     split_refs,
 )
 from pallas_kernels.attention.steps import FULL, MASKED, field
-from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LOG2E, ROWS_BY_ROWS, dot, in_turns, shape_of
+from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LOG2E, ROWS_BY_ROWS, cost_of, dot, in_turns, shape_of
 
 COMPILER_PARAMS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=48 * 2**20
@@ -62,6 +63,11 @@ def forward(problem: Problem, scalars: Scalars, count, inputs: Inputs) -> Output
         weighted=((HEADS, p.V, p.block), jnp.float32), scores=((p.block, tile), jnp.float32),
         weights=((2, p.block, tile), dtype),
     )  # fmt: skip
+    here = [x for x in inputs if x is not None]
+    out_shape = [
+        shape_of((B, T, pairs * HEADS * p.V), dtype, inputs.kv), shape_of((B, pairs, 8, T), jnp.float32, inputs.kv),
+    ]  # fmt: skip
+    heads = B * pairs * HEADS
     outputs = pl.pallas_call(
         functools.partial(_kernel, problem=problem),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -71,12 +77,11 @@ def forward(problem: Problem, scalars: Scalars, count, inputs: Inputs) -> Output
             out_specs=[specs.rows("q", HEADS * p.V), specs.statistics()],
             scratch_shapes=[pltpu.VMEM(*size) for size in scratch],
         ),
-        out_shape=[
-            shape_of((B, T, pairs * HEADS * p.V), dtype, inputs.kv), shape_of((B, pairs, 8, T), jnp.float32, inputs.kv),
-        ],
+        out_shape=out_shape,
         compiler_params=COMPILER_PARAMS,
+        cost_estimate=cost_of(heads * causal_pairs(T, inputs.kv.shape[1]) * p.forward_flops, (*here, *out_shape)),
         name="attention_forward",
-    )(*scalars, *(x for x in inputs if x is not None))  # fmt: skip
+    )(*scalars, *here)
     return Outputs(*outputs)
 
 

@@ -17,7 +17,8 @@ _BITS = re.compile(r"[a-z]+(\d+)")
 # They move nothing themselves. A start of something asynchronous moves what its result names.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
 _SLICES = {"dynamic-slice", "slice"}
-_GROUPED = ("ragged-dot-none", "grouped_matmul", "grouped_outer")  # XLA's kernel and ours
+_GROUPED = "ragged-dot-none"  # XLA's kernel
+_STATED = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,12 @@ def hbm_bytes(op: Op, inside: Computation, computations: dict[str, Computation])
 
 
 def flops(op: Op, inside: Computation, computations: dict[str, Computation]) -> int:
-    """Of the matrix products in an op of the computation `inside`; of Pallas kernels grouped ones only are known."""
+    """Of the matrix products in an op of the computation `inside`; of a Pallas kernel what its call states."""
     if op.opcode == "fusion":
         fused = computations[_called(op)]
         return sum(flops(x, fused, computations) for x in fused.values())
+    if stated := _STATED.search(op.rest):
+        return int(stated[1])
     if op.name.startswith(_GROUPED):
         return _grouped_flops(op, inside)
     if op.opcode not in ("convolution", "dot"):

@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterable
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 LANES = 128
@@ -33,3 +34,10 @@ def in_turns(programs: Iterable[Generator], stride: int = 0) -> None:
 def shape_of(shape, dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
     """An output that varies over the mesh axes over which `like` does."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+
+
+def cost_of(flops: int, arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:
+    """Of a kernel that reads or writes `arrays`. Without it XLA takes the kernel for instantaneous, and sends nothing
+    while it runs."""
+    size = sum(x.size * x.dtype.itemsize for x in arrays)
+    return pl.CostEstimate(flops=flops, bytes_accessed=size, transcendentals=0)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.dispatch import device_kind
-from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, ROWS_BY_COLUMNS, ROWS_BY_ROWS, dot, shape_of
+from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, ROWS_BY_COLUMNS, ROWS_BY_ROWS, cost_of, dot, shape_of
 from pallas_kernels.grouped.visits import Blocks, Visits, visits_of
 
 BLOCK_BYTES, VMEM_BYTES = 48 * 2**20, 56 * 2**20  # of the blocks of a step, twice; of a kernel
@@ -104,9 +104,7 @@ def _spec(shape: tuple[int, ...], index: Callable) -> pl.BlockSpec:
 
 
 def _call(kernel, name: str, grid, visits: Visits, arrays, *, in_specs, out_spec, out_shape) -> Array:
-    # Without its cost XLA takes a kernel for instantaneous, and sends nothing while it runs.
     (R, A), C = arrays[0].shape, out_shape.shape[-1]  # both kernels multiply R A C times
-    size = sum(x.size * x.dtype.itemsize for x in (*arrays, out_shape))
     semantics = ("parallel",) * (len(grid) - 1) + ("arbitrary",)
     run = pl.pallas_call(
         kernel,
@@ -116,7 +114,7 @@ def _call(kernel, name: str, grid, visits: Visits, arrays, *, in_specs, out_spec
             num_scalar_prefetch=len(visits), grid=grid, in_specs=in_specs, out_specs=out_spec
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES),
-        cost_estimate=pl.CostEstimate(flops=2 * R * A * C, bytes_accessed=size, transcendentals=0),
+        cost_estimate=cost_of(2 * R * A * C, (*arrays, out_shape)),
     )
     return run(*visits, *arrays)
 

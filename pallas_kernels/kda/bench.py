@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.common import aot
 from pallas_kernels.kda.api import Implementation, chunk_kda, kda_from_raw_gate
+from pallas_kernels.kda.blocks import backward_flops, forward_flops
 from pallas_kernels.kda.dplr import chunk_dplr_as_kda
 
 GATE_LOWER_BOUND = -5.0  # of K3
-TILE = 64  # tokens of a chunk in the operation counts below
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,6 @@ def compulsory_bytes(case: Case, backward: bool) -> int:
 
 
 def operations(case: Case, backward: bool) -> int:
-    """Multiplications and additions of the matrix products in chunks of 64 tokens (C):
-
-        forward  6 K V + 4 C (K + V) + C^2      backward, recomputing what is inside a chunk  14 K V + 10 C (K + V)
-
-    per token and head.
-    """
-    product, chunk = case.K * case.V, TILE * (case.K + case.V)
-    per_token_head = 6 * product + 4 * chunk + TILE**2
-    if backward:
-        per_token_head += 14 * product + 10 * chunk
+    """Multiplications and additions of the matrix products."""
+    per_token_head = forward_flops(case.K, case.V) + (backward_flops(case.K, case.V) if backward else 0)
     return case.token_heads * per_token_head

@@ -55,6 +55,16 @@ class Problem:
         return h // self.group if heads >= self.group else 0
 
 
+def forward_flops(K: int, V: int) -> int:
+    """Of the matrix products, per token and value head, in chunks of C tokens: 6 K V + 4 C (K + V) + C^2."""
+    return 6 * K * V + 4 * CHUNK * (K + V) + CHUNK**2
+
+
+def backward_flops(K: int, V: int) -> int:
+    """Likewise, with what is computed again inside a chunk: 14 K V + 10 C (K + V)."""
+    return 14 * K * V + 10 * CHUNK * (K + V)
+
+
 class Specs:
     """Blocks of `heads` value heads; the grid is (block of heads, step), the steps are prefetched scalars."""
 

@@ -23,12 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, ROWS_BY_ROWS, dot, in_turns, shape_of
+from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, ROWS_BY_ROWS, cost_of, dot, in_turns, shape_of
 from pallas_kernels.kda import tiles
 from pallas_kernels.kda.blocks import (
     COMPILER_PARAMS,
     Problem,
     Specs,
+    backward_flops,
     column,
     keep_live,
     load_chunk,
@@ -78,6 +79,7 @@ def backward(
     saved_specs = Saved(specs.saved(V, K, reverse), specs.saved(CHUNK, CHUNK, reverse), specs.value, specs.state)
     inputs = inputs._replace(initial=None)
     arguments = (*inputs, *Saved(outputs.states, outputs.A, do, dfinal))
+    here = [x for x in arguments if x is not None]
     out_specs = [specs.gate, specs.gate, specs.value, specs.gate, specs.beta_gradient, specs.state]
     out_shape = [
         like((B, T, HV * K), wide), like((B, T, HV * K), wide), like((B, T, HV * V), inputs.v.dtype),
@@ -98,8 +100,9 @@ def backward(
         ),
         out_shape=out_shape,
         compiler_params=COMPILER_PARAMS,
+        cost_estimate=cost_of(B * T * HV * backward_flops(K, V), (*here, *out_shape)),
         name="kda_backward",
-    )(_reversed(scalars), *(x for x in arguments if x is not None))
+    )(_reversed(scalars), *here)
     return InputGradients(*gradients)
 
 

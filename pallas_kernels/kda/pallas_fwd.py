@@ -17,13 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int32
 
-from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, ROWS_BY_ROWS, dot, in_turns, shape_of
+from pallas_kernels.common.kernels import COLUMNS_BY_ROWS, LANES, ROWS_BY_ROWS, cost_of, dot, in_turns, shape_of
 from pallas_kernels.kda import tiles
 from pallas_kernels.kda.blocks import (
     COMPILER_PARAMS,
     Problem,
     Specs,
     column,
+    forward_flops,
     keep_live,
     load_chunk,
     masks_of,
@@ -98,6 +99,7 @@ def forward(problem: Problem, scalars: Int32[Array, "F M"], inputs: Inputs, dtyp
         decay=((heads, 8, K), jnp.float32), P=((heads, CHUNK, CHUNK), dtype), L=((heads, CHUNK, CHUNK), dtype),
         beta=((heads, CHUNK, LANES), jnp.float32), diagonal=((-(-heads // 2), TILE, LANES), jnp.float32),
     )  # fmt: skip
+    inputs_here, out_shape = [x for x in inputs if x is not None], out_shape if save else out_shape[:2]
     outputs = pl.pallas_call(
         functools.partial(_kernel, problem=problem, heads=heads, saves=save),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -107,10 +109,11 @@ def forward(problem: Problem, scalars: Int32[Array, "F M"], inputs: Inputs, dtyp
             out_specs=out_specs if save else out_specs[:2],
             scratch_shapes=[pltpu.VMEM(*size) for size in scratch],
         ),
-        out_shape=out_shape if save else out_shape[:2],
+        out_shape=out_shape,
         compiler_params=COMPILER_PARAMS,
+        cost_estimate=cost_of(B * T * HV * forward_flops(K, V), (*inputs_here, *out_shape)),
         name="kda_forward",
-    )(scalars, *(x for x in inputs if x is not None))
+    )(scalars, *inputs_here)
     return Outputs(*outputs)
 
 

@@ -145,16 +145,15 @@ ENTRY %main (x: bf16[64,8], w: bf16[3,8,16], y: bf16[64,16]) -> f32[64,16] {
   %y = bf16[64,16]{1,0} parameter(3)
   %ragged-dot-none.1 = f32[64,16]{1,0} custom-call(%n, %x, %w), custom_call_target="tpu_custom_call"
   %ragged-dot-none.2 = f32[3,8,16]{2,1,0} custom-call(%n, %x, %y), custom_call_target="tpu_custom_call"
-  %grouped_matmul.1 = f32[64,8]{1,0} custom-call(%n, %n, %y, %w), custom_call_target="tpu_custom_call"
-  ROOT %grouped_outer = f32[3,8,16]{2,1,0} custom-call(%n, %n, %x, %y), custom_call_target="tpu_custom_call"
+  ROOT %kernel.1 = f32[64,8]{1,0} custom-call(%n, %y, %w), backend_config={"a":{"cost_estimate":{"flops":"16384"}}}
 }
 """
 
 
-def test_operations_of_grouped_products():
+def test_operations_of_kernels():
     computations = read_hlo(GROUPED)
     main = computations["main"]
-    for name in ("ragged-dot-none.1", "ragged-dot-none.2", "grouped_matmul.1", "grouped_outer"):
+    for name in ("ragged-dot-none.1", "ragged-dot-none.2", "kernel.1"):
         assert flops(main[name], main, computations) == 2 * 64 * 8 * 16
     assert flops(main["x"], main, computations) == 0
 
