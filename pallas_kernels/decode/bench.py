@@ -103,7 +103,7 @@ def stages(plan: Plan, bundles: dict[str, StageBundles]) -> list[dict[str, Any]]
             size = sum(p.rows for p in pieces) * c.blocks.tile_cols * 2
             found[stage.name] = size + stage.experts * choices * record + stage.attention * tile
     found["head"] = tape.head.tiles * c.blocks.tile_rows * c.blocks.tile_cols * 2
-    count = lambda x: x.once + x.first + choices * x.expert + c.rows * x.tile  # noqa: E731
+    count = lambda x: x.during + x.once + x.first + choices * x.expert + c.rows * x.tile  # noqa: E731
     return [{"name": name, "bundles": round(count(x)), "dma_bytes": found.get(name, 0)} for name, x in bundles.items()]
 
 

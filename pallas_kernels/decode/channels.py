@@ -23,20 +23,24 @@ def dense(core: Core, ring: Ring, links: Links, x, start) -> None:
 
 
 def latent_moe(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> None:
-    """up(rms(sum_j p_j E_j(down x))) + shared(x) for x [B, D] of MoE layer `number`, into `change`."""
+    """up(rms(sum_j p_j E_j(down x))) + shared(x) for x [B, D] of MoE layer `number`, into `change`.
+
+    The shared experts' two products are made while an exchange of the routed ones is on its way.
+    """
     part, c = core.plan.tape.moe, core.config
     links.start("route", _route(core, ring, x, start))
+    links.start("shared", _shared_hidden(core, ring, x, start))
     links.finish("route")
-    logits, z, hidden = (
+    logits, z = (
         links.gathered("route", c.share(width), sum(core.plan.route_lanes[:i]))
-        for i, width in enumerate((c.moe.experts, c.moe.latent, c.moe.shared))
+        for i, width in enumerate((c.moe.experts, c.moe.latent))
     )
     vector = lambda name, width: vectors[VECTORS.index(name) : VECTORS.index(name) + 1, :width]  # noqa: E731
     router.choose(core, logits, vector("router_bias", c.moe.experts))
     experts.start(core, number)
-    shared = ring.product(part, start, "shared", hidden)
-    routed = experts.finish(core, number, z)
-    links.start_sum("latent_sum", routed)
+    links.start_sum("latent_sum", experts.finish(core, number, z))
+    links.finish("shared")
+    shared = ring.product(part, start, "shared_out", links.gathered("shared", c.share(c.moe.shared)))
     u = rms(links.finish_sum("latent_sum", c.moe.latent), c.norm_eps, c.own.latent)
     u = u * vector("latent_norm", c.moe.latent)
     y = core.round(ring.product(part, start, "up", u)) + core.round(shared)
@@ -46,12 +50,16 @@ def latent_moe(core: Core, ring: Ring, links: Links, x, vectors, number, start) 
 
 
 def _route(core: Core, ring: Ring, x, start):
-    """What the other ranks need of this one: router logits, latents, the shared experts' hidden layer."""
-    part, c = core.plan.tape.moe, core.config
-    width = c.share(c.moe.shared)
-    projected = ring.product(part, start, "project", x)
-    logits = ring.product(part, start, "router", x)
-    gate, up, z = projected[:, :width], projected[:, width : 2 * width], projected[:, 2 * width :]
-    hidden = situ(gate, up, c.situ_beta, c.situ_linear_beta)
-    parts = zip((logits, core.round(z), core.round(hidden)), core.plan.route_lanes, strict=True)
+    """What the other ranks need of this one: router logits and latents."""
+    part = core.plan.tape.moe
+    z = core.round(ring.product(part, start, "down", x))
+    parts = zip((ring.product(part, start, "router", x), z), core.plan.route_lanes, strict=True)
     return jnp.concatenate([pad_lanes(value, lanes) for value, lanes in parts], axis=1)
+
+
+def _shared_hidden(core: Core, ring: Ring, x, start):
+    """This rank's part of the shared experts' hidden layer."""
+    c = core.config
+    gate, up = jnp.split(ring.product(core.plan.tape.moe, start, "shared_in", x), 2, axis=1)
+    hidden = core.round(situ(gate, up, c.situ_beta, c.situ_linear_beta))
+    return pad_lanes(hidden, core.plan.exchanges["shared"].shape[1])

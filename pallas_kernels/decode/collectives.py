@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -41,9 +40,9 @@ class Links:
         pl.semaphore_wait(semaphore, self.ranks - 1)
 
     def _each(self, act) -> None:
-        @pl.loop(1, self.ranks)
-        def _(offset):
-            act(lax.rem(self.rank + offset, self.ranks))
+        for offset in range(1, self.ranks):  # not a loop: its steps would stand one after the other
+            peer = self.rank + offset
+            act(jnp.where(peer < self.ranks, peer, peer - self.ranks))
 
     def _copy(self, name: str, peer):
         buffer, number = getattr(self.buffers, name), self._number(name)

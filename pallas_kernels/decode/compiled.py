@@ -2,9 +2,11 @@
 
 The kernel is one loop over the layers, with a branch for each kind of mixer and channels and for what begins a block.
 Branches depend on a table in scalar memory, so `bundles.execute` counts all of them, in every layer; here they are told
-apart. Inside of one, the loop that sends to every peer ends a stage.
+apart. Inside of one, what sends to the last of the peers ends a stage. Copies are known by their sizes, the exchange
+that a wait is for by the place of its semaphore.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ from pallas_kernels.common.bundles import execute, loops, read_bundles
 from pallas_kernels.common.dump import FINAL, PACKED, Dump, DumpError
 from pallas_kernels.common.hlo import FREE, Op, read_hlo
 from pallas_kernels.common.schedule import BRANCH_DELAY, issued_of
+from pallas_kernels.decode.ledger import padded_bytes
 from pallas_kernels.decode.plan import Plan
 from pallas_kernels.decode.stages import (
     EMBED,
@@ -26,7 +29,9 @@ from pallas_kernels.decode.stages import (
     mixer_stages,
 )
 
-REMOTE = "dma.general"  # instructions that copy to other cores, among other copies
+GRANULE = 32  # bytes that copies are counted in
+_COPY = re.compile(r"= dma\.(?:general|hbm_to_vmem)\b[^;]*?, (\d+), ")
+_WAIT = re.compile(r"= dma\.done\.wait \[#allocation\d+(?: \+ \$(0x[0-9a-f]+))?\], (\d+)")
 Span = tuple[int, int]
 
 
@@ -46,6 +51,19 @@ class Code:
 
     def executed(self, span: Span) -> float:
         return float(self.counts[slice(*span)] @ self.issued[slice(*span)])
+
+    def copies(self, span: Span, size: int) -> list[int]:
+        """Bundles that start copies of so many bytes; one that starts two stands twice."""
+        found = ((i, _COPY.findall(self.text[i])) for i in range(*span))
+        return [i for i, sizes in found for x in sizes if int(x) * GRANULE == size]
+
+    def wait(self, span: Span, number: int, size: int) -> int:
+        """The first bundle that waits for so many bytes at semaphore `number` of an array. Raises DumpError."""
+        for i in range(*span):
+            for place, granules in _WAIT.findall(self.text[i]):
+                if (int(place or "0", 16), int(granules) * GRANULE) == (number, size):
+                    return i
+        raise DumpError(f"no wait for {size} bytes of exchange {number} in bundles {span[0]} to {span[1]}")
 
     def inside(self, span: Span) -> list[Span]:
         """The outermost loops of a span."""
@@ -113,44 +131,46 @@ def _layer_loop(code: Code, layers: int) -> Span:
 
 
 def _cut(code: Code, plan: Plan, span: Span, stages: tuple[Stage, ...]) -> list[Span]:
-    """The spans of the stages of a branch: each ends with the loop that sends."""
-    ends = [x[1] for x in code.inside(span) if _sends(code, plan, x)]
-    expected = sum(stage.ends is not None for stage in stages)
-    if len(ends) != expected:
-        raise DumpError(f"{stages[0].name}: {len(ends)} loops that send: expected {expected}")
-    return list(zip((span[0], *ends), (*ends, span[1]), strict=True))
+    """The spans of the stages of a branch."""
+    spans, start = [], span[0]
+    for stage in stages:
+        end = span[1]
+        if stage.ends:
+            peers = plan.config.ranks - 1
+            sent = code.copies((start, span[1]), _place_bytes(plan, stage.ends))
+            if len(sent) < peers:
+                raise DumpError(f"{stage.name}: {len(sent)} copies to other ranks: expected {peers}")
+            end = sent[peers - 1] + 1
+        spans.append((start, end))
+        start = end
+    return spans
 
 
-def _sends(code: Code, plan: Plan, loop: Span) -> bool:
-    steps = (plan.config.ranks - 1) * len(plan.config.layers)
-    return bool(code.counts[loop[0]] == steps) and any(REMOTE in code.text[i] for i in range(*loop))
+def _place_bytes(plan: Plan, exchange: str) -> int:
+    return padded_bytes(plan.exchange_buffers[exchange]) // plan.exchange_buffers[exchange].shape[0]
 
 
 def _stage(code: Code, plan: Plan, stage: Stage, span: Span) -> StageBundles:
-    layers, c = len(plan.config.layers), plan.config
-    total = code.executed(span)
-    others = [x for x in code.inside(span) if not _sends(code, plan, x)]
+    layers, c, start = len(plan.config.layers), plan.config, span[0]
+    if stage.awaits:
+        size = (c.ranks - 1) * _place_bytes(plan, stage.awaits)
+        start = code.wait(span, list(plan.exchanges).index(stage.awaits), size)
+    during, total = code.executed((span[0], start)) / layers, code.executed((start, span[1])) / layers
+    loops = code.inside((start, span[1]))
     if stage.experts:
-        choices = c.rows * c.moe.top_k
-        issue = _only(
-            stage, [x for x in others if code.counts[x[0]] == layers * min(c.blocks.expert_slots, choices)][:1]
-        )
-        experts = max(others, key=code.executed)
-        first, each = code.executed((span[0], issue[1])), code.executed(experts)
-        return StageBundles((total - first - each) / layers, first / layers, expert=each / layers / choices)
+        records = max(loops, key=code.executed)
+        issued = code.copies((start, records[0]), 4 * plan.record.shape[0] * plan.record.shape[1])
+        if not issued:
+            raise DumpError(f"{stage.name}: no experts are fetched before the loop over them")
+        first, each = code.executed((start, issued[-1] + 1)) / layers, code.executed(records) / layers
+        return StageBundles(total - first - each, during, first, expert=each / c.rows / c.moe.top_k)
     if stage.attention:
-        tiles = [x for x in others if x in code.undecided]
+        tiles = [x for x in loops if x in code.undecided]
         if len(tiles) != c.rows:
             raise DumpError(f"{stage.name}: {len(tiles)} loops over the cache: expected {c.rows}, one per row")
-        each = sum(map(code.executed, tiles))
-        return StageBundles((total - each) / layers, tile=each / layers / c.rows)
-    return StageBundles(total / layers)
-
-
-def _only(stage: Stage, found: list[Span]) -> Span:
-    if len(found) != 1:
-        raise DumpError(f"{stage.name}: {len(found)} loops that fetch experts: expected one")
-    return found[0]
+        each = sum(map(code.executed, tiles)) / layers
+        return StageBundles(total - each, during, tile=each / c.rows)
+    return StageBundles(total, during)
 
 
 def weight_sized_copies(dump: Dump, plan: Plan) -> int:

@@ -28,15 +28,14 @@ def start(core: Core, layer) -> None:
     """As many of the chosen experts' records as there are slots."""
     count = core.config.rows * core.config.moe.top_k
 
-    @pl.loop(0, min(core.config.blocks.expert_slots, count))
-    def _(j):
+    for j in range(min(core.config.blocks.expert_slots, count)):
         copy(core, layer, _pick(core, j), j).start()
 
 
 def _pick(core: Core, j):
     """Choice j of all rows' k."""
-    k = core.config.moe.top_k
-    return core.scalars.chosen[lax.div(j, k), lax.rem(j, k)]
+    j, k = jnp.int32(j), core.config.moe.top_k
+    return core.scalars.chosen[lax.rem(j, k), lax.div(j, k)]
 
 
 def finish(core: Core, layer, z):
@@ -76,7 +75,7 @@ def _hand(core: Core, layer, row, first, size: int, diagonals: list):
     ]
     y = _down(core, words, [x.astype(c.dtype) for x in hidden])
     expert = lax.div(lax.broadcasted_iota(I32, (len(y), 1), 0), len(y) // size)
-    weight = sum(jnp.where(expert == i, core.scalars.weights[row, first + i], 0.0) for i in range(size))
+    weight = sum(jnp.where(expert == i, core.scalars.weights[first + i, row], 0.0) for i in range(size))
     if c.rows * c.moe.top_k > slots:
         for j in choices:
             _refill(core, layer, j)

@@ -109,11 +109,11 @@ class Packer:
         return {"hidden": np.concatenate([gate, up], axis=1), "output": self.cut(w("down"), 0)}
 
     def moe(self, w: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-        down = (self.cut(w(name), 1) for name in ("shared.gate", "shared.up", "latent_down"))
         return {
-            "project": np.concatenate(list(down), axis=1),
+            "down": self.cut(w("latent_down"), 1),
             "router": self.cut(w("router"), 1),
-            "shared": self.cut(w("shared.down"), 1),
+            "shared_in": np.concatenate([self.cut(w("shared.gate"), 1), self.cut(w("shared.up"), 1)], axis=1),
+            "shared_out": self.cut(w("shared.down"), 1),
             "up": self.cut(w("latent_up"), 1),
         }
 

@@ -16,6 +16,8 @@ from pallas_kernels.decode.tape import Tape
 
 VECTORS = ("attn_norm", "ffn_norm", "latent_norm", "router_bias", "q_norm", "kv_norm")
 VECTOR_ROWS = 8
+# The shared experts' hidden layer leaves while `route` is on its way, and is awaited while the experts' sum is.
+BESIDE = ("shared",)
 F32, I32 = jnp.float32, jnp.int32
 
 
@@ -60,20 +62,20 @@ class Plan:
         """By name. Parts of sums travel in `dtype`, parts of vectors as float32."""
         c, share = self.config, self.config.share
         B, heads = c.rows, share(c.mla.heads)
-        route = sum(self.route_lanes)
         down = share(c.mla.q_rank) + share(c.mla.kv_rank + c.mla.pe)
         every = (
             Exchange("hidden", (B, round_up(share(c.hidden), LANES)), F32),
             *self._sum("mixer_sum", c.hidden),
             *self._sum("dense_sum", c.hidden),
-            Exchange("route", (B, route), F32),
+            Exchange("route", (B, sum(self.route_lanes)), F32),
+            Exchange("shared", (B, round_up(share(c.moe.shared), LANES)), F32),
             *self._sum("latent_sum", c.moe.latent),
             Exchange("mla_down", (B, round_up(down, LANES)), F32),
             Exchange("queries", (B * heads, c.key_width), c.dtype),
             Exchange("contexts", (B * heads, c.mla.kv_rank + LANES), F32, to_each=True),
             Exchange("token", (B, LANES), F32),
         )
-        used = set(self.step_exchanges)
+        used = {*self.step_exchanges, *BESIDE}
         return {exchange.name: exchange for exchange in every if exchange.name in used}
 
     def _sum(self, name: str, width: int) -> tuple[Exchange, ...]:
@@ -91,10 +93,10 @@ class Plan:
         return tuple(exchange.name for exchange in self._sum(name, width))
 
     @cached_property
-    def route_lanes(self) -> tuple[int, int, int]:
-        """Lanes of router logits, latents and the shared experts' hidden layer in the exchange `route`."""
+    def route_lanes(self) -> tuple[int, int]:
+        """Lanes of router logits and latents in the exchange `route`."""
         s = self.config.moe
-        return tuple(round_up(self.config.share(size), LANES) for size in (s.experts, s.latent, s.shared))
+        return tuple(round_up(self.config.share(size), LANES) for size in (s.experts, s.latent))
 
     def mixer_exchanges(self, mla: bool) -> tuple[str, ...]:
         if not mla:
@@ -112,7 +114,8 @@ class Plan:
 
     @cached_property
     def step_exchanges(self) -> tuple[str, ...]:
-        """All exchanges of a step in their order: the embedding's, the layers', the chosen token's."""
+        """The exchanges of a step that depend on each other, in their order: the embedding's, the layers', the chosen
+        token's. Those `BESIDE` them are on their way meanwhile."""
         layers = (name for kind in self.config.layers for name in self.layer_exchanges(kind))
         return ("hidden", *layers, "token")
 
@@ -191,8 +194,8 @@ class Plan:
             "summary": of((sites, B, D), F32),
             "summary_scores": of((sites, B, 2 * LANES), F32),
             "routed": of((B, c.moe.latent), F32),
-            "chosen": of((8, LANES), I32),
-            "weights": of((8, LANES), F32),
+            "chosen": of((round_up(c.moe.top_k, 8), LANES), I32),
+            "weights": of((round_up(c.moe.top_k, 8), LANES), F32),
         }
 
     @cached_property

@@ -18,7 +18,7 @@ import numpy as np
 from pallas_kernels.decode.pack import ExpertCodes, Packer
 from pallas_kernels.decode.plan import Plan
 
-LAYOUT_VERSION = 1  # of what stands in the arrays: a change of tape, record, vectors or heads raises it
+LAYOUT_VERSION = 2  # of what stands in the arrays: a change of tape, record, vectors or heads raises it
 EXPERTS = 8  # of one section: of the released model 141 MB as stored, and four times that while they are repacked
 
 

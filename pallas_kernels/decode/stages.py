@@ -1,7 +1,8 @@
 """The step as stages between exchanges, and its program for the model of time (`timeline`), from the plan and the
 bundles of each stage.
 
-A stage uses matrices of the tape in their order and ends with an exchange, or where its layer's part ends.
+A stage uses matrices of the tape in their order and ends with an exchange, or where its layer's part ends. What it does
+before it waits for the exchange before runs beside that.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,8 +19,9 @@ START_BLOCK, MIX, EMBED, HEAD = "attn_res.block", "attn_res.mix", "embed", "head
 
 @dataclass(frozen=True)
 class Stage:
-    """`during`: matrices used while the exchange before is on its way. `experts`, `attention`: what else it does, after
-    its matrices called `before` and before the others."""
+    """`during`: matrices used before the exchanges `awaits` are waited for, the last of which is the one before; those
+    in `early` are waited for at the stage's beginning. `experts`, `attention`: what else it does, after its matrices
+    called `before` and before the others."""
 
     name: str
     matrices: tuple[str, ...] = ()
@@ -28,6 +30,8 @@ class Stage:
     attention: bool = False
     before: tuple[str, ...] = ()
     ends: str | None = None
+    awaits: str | None = None
+    early: str | None = None
 
 
 def mixer_stages(plan: Plan, mla: bool) -> tuple[Stage, ...]:
@@ -52,26 +56,29 @@ def mixer_stages(plan: Plan, mla: bool) -> tuple[Stage, ...]:
 def channel_stages(plan: Plan, moe: bool) -> tuple[Stage, ...]:
     if not moe:
         return _ended("dense", (Stage("dense.hidden", ("hidden", "output")),), plan.channel_exchanges(False))
-    route = Stage("moe.route", ("project", "router"))
-    experts = Stage("moe.experts", ("shared",), experts=True, before=("shared",))
     sums = tuple(Stage(f"moe.sum{i}") for i in range(1, len(plan.sum_exchanges("latent_sum"))))
-    return _ended("moe", (route, experts, *sums, Stage("moe.up", ("up",))), plan.channel_exchanges(True))
+    summed = (*sums, Stage("moe.up", ("up",)))
+    chain = (Stage("moe.route", ("down", "router")), Stage("moe.experts", experts=True), *summed)
+    route, experts, after, *rest = _ended("moe", chain, plan.channel_exchanges(True))
+    shared = Stage("moe.shared", ("shared_in",), ends="shared")
+    return (route, shared, experts, replace(after, during=("shared_out",), early="shared"), *rest)
 
 
 def _ended(kind: str, stages: tuple[Stage, ...], exchanges: tuple[str, ...]) -> tuple[Stage, ...]:
     """The stages with the exchanges that end them; behind those of the last ones nothing but their sums is left."""
     sums = range(1, len(exchanges) - len(stages) + 1)
     stages = (*stages, *(Stage(f"{kind}.sum{i}") for i in sums), Stage(f"{kind}.end"))
-    ends = (*exchanges, None)
-    return tuple(replace(stage, ends=end) for stage, end in zip(stages, ends, strict=True))
+    ends, awaits = (*exchanges, None), (None, *exchanges)
+    return tuple(replace(x, ends=end, awaits=a) for x, end, a in zip(stages, ends, awaits, strict=True))
 
 
 @dataclass(frozen=True)
 class StageBundles:
-    """Bundles of one execution: what is executed once, in a stage with experts before they are fetched (`first`) and
-    for each chosen one, with attention for each tile of the cache of a row."""
+    """Bundles of one execution: what is executed once, before an exchange is awaited (`during`), in a stage with
+    experts before they are fetched (`first`) and for each chosen one, with attention for each tile of a row's cache."""
 
     once: float
+    during: float = 0.0
     first: float = 0.0
     expert: float = 0.0
     tile: float = 0.0
@@ -109,18 +116,16 @@ class StepProgram:
         yield from self._part(channel_stages(self.plan, kind.moe), channels, channels_start)
 
     def _part(self, stages: tuple[Stage, ...], part: Part, start: int) -> Iterator[Instruction]:
-        pending = None
         for stage in stages:
             count = self.bundles[stage.name]
-            rows = [sum(p.rows for p in self._pieces(part, start, names)) for names in (stage.during, stage.matrices)]
-            share = rows[0] / sum(rows) if sum(rows) else 0.0
-            yield from self._products(self._pieces(part, start, stage.during), share * count.once)
-            if pending:
-                yield Wait(pending)
-            yield from self._stage(stage, part, start, (1 - share) * count.once)
+            if stage.early:
+                yield Wait(stage.early)
+            yield from self._products(self._pieces(part, start, stage.during), count.during)
+            if stage.awaits:
+                yield Wait(stage.awaits)
+            yield from self._stage(stage, part, start, count.once)
             if stage.ends:
                 yield Send(stage.ends, self.plan.exchanges[stage.ends].sent(self.plan.config.ranks))
-            pending = stage.ends
 
     def _stage(self, stage: Stage, part: Part, start: int, bundles: float) -> Iterator[Instruction]:
         before = self._pieces(part, start, stage.before)

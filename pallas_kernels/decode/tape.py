@@ -166,12 +166,13 @@ def dense_matrices(config: DecodeConfig) -> tuple[Matrix, ...]:
 
 
 def moe_matrices(config: DecodeConfig) -> tuple[Matrix, ...]:
-    """Columns of `project`: gate and up of the shared experts, then the way down to the latents."""
+    """Columns of `shared_in`: gate and up of the shared experts."""
     D, s = config.hidden, config.moe
     return (
-        Matrix("project", D, 2 * config.share(s.shared) + config.share(s.latent)),
+        Matrix("down", D, config.share(s.latent)),
         Matrix("router", D, config.share(s.experts), transposed=True),
-        Matrix("shared", s.shared, config.share(D)),
+        Matrix("shared_in", D, 2 * config.share(s.shared)),
+        Matrix("shared_out", s.shared, config.share(D)),
         Matrix("up", s.latent, config.share(D)),
     )
 

@@ -56,14 +56,14 @@ Instruction = Fetch | Wait | Send | Compute
 
 @dataclass
 class Times:
-    """Seconds of a step, and of them computing, waiting for exchanges and for HBM; bytes that were issued."""
+    """Seconds of a step, and of them computing, waiting for exchanges and for HBM; bytes issued, exchanges sent."""
 
     now: float = 0.0
     compute: float = 0.0
     exchanges: float = 0.0
     hbm: float = 0.0
     bytes: float = 0.0
-    phases: int = 0
+    sends: int = 0
     hbm_free: float = 0.0
     arrival: dict[object, tuple[str, float]] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ def play(program: Iterable[Instruction], rates: Rates) -> Times:
                 t.hbm_free = max(t.hbm_free, t.now) + size / rates.hbm
                 t.arrival[key] = "hbm", t.hbm_free
             case Send(key, size):
-                t.phases += 1
+                t.sends += 1
                 t.arrival[key] = "exchanges", t.now + max(rates.phase, size / rates.links)
             case Wait(key):
                 kind, end = t.arrival.pop(key)

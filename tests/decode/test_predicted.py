@@ -11,9 +11,18 @@ from pallas_kernels.common.dump import DumpError
 from pallas_kernels.decode import predicted, published
 from pallas_kernels.decode.bench import facts, least_bytes, model_against, stages
 from pallas_kernels.decode.compiled import Code, outermost, stage_bundles
-from pallas_kernels.decode.ledger import Ledger
+from pallas_kernels.decode.ledger import Ledger, padded_bytes
 from pallas_kernels.decode.predicted import RATES, predictions, step_times
-from pallas_kernels.decode.stages import EMBED, HEAD, MIX, START_BLOCK, StageBundles, channel_stages, mixer_stages
+from pallas_kernels.decode.stages import (
+    EMBED,
+    HEAD,
+    MIX,
+    START_BLOCK,
+    Stage,
+    StageBundles,
+    channel_stages,
+    mixer_stages,
+)
 from pallas_kernels.decode.timeline import Compute, Fetch, Rates, Send, Wait, play
 
 UNIT = Rates(phase=1.0, hbm=1.0, bundles=1.0, links=1.0)
@@ -67,8 +76,8 @@ def test_a_wait_without_an_issue():
 def test_a_step_without_arithmetic(plan):
     """Every exchange of the plan is waited for, every byte of the ledger is issued."""
     times = step_times(plan, free(plan), context=0)
-    assert times.phases == len(plan.step_exchanges)
-    assert times.exchanges == pytest.approx(times.phases * 4e-6, rel=1e-6)
+    assert times.sends == len(plan.step_exchanges) + len(plan.config.moe_layers)
+    assert times.exchanges == pytest.approx(len(plan.step_exchanges) * 4e-6, rel=1e-6)
     cache = 24 * 2 * plan.config.blocks.cache_rows * plan.config.key_width
     embed = 2 * 256  # fetched by its owner's rows, not in the model
     assert times.bytes + embed - cache == pytest.approx(Ledger(plan).step_bytes / 32, rel=2e-4)
@@ -88,16 +97,27 @@ def test_no_more_hides_than_the_ring_holds(short):
 
 
 def test_arithmetic_is_not_lost(short):
-    found = free(short, **{"kda.mix": StageBundles(1430.0), "moe.experts": StageBundles(10.0, 20.0, expert=5.0)})
+    experts, up = StageBundles(10.0, first=20.0, expert=5.0), StageBundles(3.0, during=4.0)
+    found = free(short, **{"kda.mix": StageBundles(1430.0), "moe.experts": experts, "moe.up": up})
     times = step_times(short, found, context=0)
-    assert times.compute == pytest.approx((10 * 1430 + 12 * (10 + 20 + 16 * 5)) / 1.43e9)
+    assert times.compute == pytest.approx((10 * 1430 + 12 * (10 + 20 + 16 * 5 + 3 + 4)) / 1.43e9)
+
+
+def test_what_is_before_a_wait_hides_under_the_exchange(short):
+    """All but what is longer than the exchange."""
+    bundles = RATES.phase * RATES.bundles
+    step = lambda **up: step_times(short, free(short, **{"moe.up": StageBundles(**up)}), 0).now  # noqa: E731
+    shown = step(once=0.0, during=1.5 * bundles) - step(once=0.0)
+    assert 0.4 * 12 * RATES.phase < shown < 0.6 * 12 * RATES.phase
+    assert step(once=0.0, during=0.5 * bundles) - step(once=0.0) < 0.1 * 12 * RATES.phase
 
 
 def test_stages_hold_the_tape(plan):
     found = {x["name"]: x["dma_bytes"] for x in stages(plan, free(plan))}
     record = 4 * 40 * 3584
-    shared = sum(p.rows for block in plan.tape.moe.of("shared") for p in block.pieces)
-    assert found["moe.experts"] == 16 * record + 2 * shared * plan.config.blocks.tile_cols and found["kda.end"] == 0
+    assert found["moe.experts"] == 16 * record and found["kda.end"] == 0
+    up = sum(p.rows for name in ("shared_out", "up") for block in plan.tape.moe.of(name) for p in block.pieces)
+    assert found["moe.up"] == 2 * up * plan.config.blocks.tile_cols
     kda = sum(p.rows for block in plan.tape.kda.blocks for p in block.pieces)
     assert found["kda.mix"] == 2 * kda * plan.config.blocks.tile_cols
 
@@ -164,33 +184,46 @@ def test_mla_everywhere(k3, short):
 # A schedule made by hand: per layer a block, then KDA, MLA, dense and MoE, each bundle of the text one instruction.
 
 
-def schedule(plan, sends: int = 1):
-    """Branches with as many loops that send as the plan has exchanges; every loop is one bundle."""
-    layers, peers = len(plan.config.layers), plan.config.ranks - 1
+def schedule(plan, missing: str = ""):
+    """Branches in which every stage computes for a bundle, waits, computes for another one and sends; a send to each
+    peer is one bundle more, and so are a loop over experts and one over the cache."""
+    layers, c = len(plan.config.layers), plan.config
     text, counts, loops, undecided = ["a"], [1], [], []
 
-    def add(word, times, loop=False):
+    def add(word, times=1, loop=False):
         text.append(word)
         counts.append(layers * times)
         if loop:
             loops.append((len(text) - 1, len(text)))
 
-    def branch(*parts):
+    def size(name):
+        return padded_bytes(plan.exchange_buffers[name]) // c.ranks // 32
+
+    def branch(stages):
         start = len(text)
-        for part in parts:
-            add(*part)
+        for stage in stages:
+            add("during")
+            if stage.awaits:
+                number = list(plan.exchanges).index(stage.awaits)
+                place = f" + $0x{number:x}" if number else ""
+                add(f"%1 = dma.done.wait [#allocation7{place}], {size(stage.awaits) * (c.ranks - 1)}")
+            add("once")
+            if stage.experts:
+                for _ in range(16):
+                    add(f"%1 = dma.hbm_to_vmem [thread:$0]  %s1, {4 * 40 * 3584 // 32}, %s2, [#allocation3]")
+                add("expert", 48, loop=True)
+            if stage.attention:
+                add("tile", 1, loop=True)
+                undecided.append(loops[-1])
+            for _ in range((c.ranks - 1) * (stage.ends not in (None, missing))):
+                add(f"%1 = dma.general %s1, {size(stage.ends)}, %s1, %s2, %s3, [#allocation9], %s4, 0")
         undecided.append((start, len(text)))
 
-    send = ("= dma.general", peers, True)
-    branch(("block", 1))
-    branch(("kda", 1), *[send] * sends, ("end", 1))
-    branch(("down", 1), send, ("query", 1), ("tile", 1, True), send, ("end", 1))
-    undecided.append(loops[-2])
-    branch(("dense", 1), send, ("end", 1))
-    branch(("route", 1), send, ("choose", 1), ("issue", 16, True), ("shared", 1), ("expert", 48, True), send)
-    for part in (("up", 1), send, ("end", 1)):
-        add(*part)
-    undecided[-1] = (undecided[-1][0], len(text))
+    branch([Stage("block")])
+    for mla in (False, True):
+        branch(mixer_stages(plan, mla))
+    for moe in (False, True):
+        branch(channel_stages(plan, moe))
     loops.append((1, len(text)))
     text, counts = [*text, "head"], [*counts, 1]
     ones = np.ones(len(text), int)
@@ -199,16 +232,20 @@ def schedule(plan, sends: int = 1):
 
 def test_bundles_of_stages(plan):
     found = stage_bundles(schedule(plan), plan)
-    assert found["kda.mix"] == StageBundles(1 + 31) and found["kda.end"] == StageBundles(1)
-    assert found["mla.attend"] == StageBundles(1 + 31, tile=1)
-    assert found["moe.experts"] == StageBundles(1 + 31, 1 + 16, expert=3)
-    assert found[HEAD] == found[EMBED] == found[START_BLOCK] == StageBundles(1) and found[MIX] == StageBundles(0.0)
-    assert found.keys() == free(plan).keys()
+    assert found["kda.mix"] == StageBundles(2 + 31) and found["kda.end"] == StageBundles(2, during=1)
+    assert found["mla.attend"] == StageBundles(2 + 31, during=1, tile=1)
+    assert found["moe.shared"] == StageBundles(2 + 31)
+    assert found["moe.experts"] == StageBundles(31, during=1, first=2 + 16, expert=3)
+    assert found[HEAD] == found[EMBED] == StageBundles(1) and found[START_BLOCK] == StageBundles(2)
+    assert found[MIX] == StageBundles(0.0) and found.keys() == free(plan).keys()
 
 
 def test_a_schedule_that_is_not_the_plan(plan):
-    with pytest.raises(DumpError, match="2 loops that send: expected 1"):
-        stage_bundles(schedule(plan, sends=2), plan)
+    with pytest.raises(DumpError, match="kda.mix: 0 copies to other ranks: expected 31"):
+        stage_bundles(schedule(plan, missing="mixer_sum"), plan)
+    other = dataclasses.replace(plan, config=dataclasses.replace(plan.config, rows=2))
+    with pytest.raises(DumpError, match="copies to other ranks|no wait for"):
+        stage_bundles(schedule(plan), other)
 
 
 def test_outermost():

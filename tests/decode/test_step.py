@@ -80,7 +80,7 @@ def test_both_modes_in_bfloat16():
 MISTAKES = {
     "gate-before-norm": Mutation("kda", "rms(o, core.config.norm_eps,", "rms(o * norm, core.config.norm_eps,"),
     "state-of-the-wrong-layer": Mutation("core", "source.at[index]", "source.at[0]"),
-    "bias-in-the-weights": Mutation("router", "where(here, scores, 0.0)", "where(here, left, 0.0)"),
+    "bias-in-the-weights": Mutation("router", "p[row : row + 1], len", "scores[row : row + 1], len"),
     "the-wrong-quarter": Mutation("experts", "quarter == i,", "quarter == QUARTERS - i,"),
     "one-token-too-many": Mutation("mla", "<= position, s, LOWEST", "<= position + 1, s, LOWEST"),
     "bank-row-unmasked": Mutation("attn_res", "<= block, s, -jnp.inf", "<= block + 1, s, -jnp.inf"),
