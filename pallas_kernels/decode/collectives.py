@@ -63,6 +63,10 @@ class Links:
         getattr(self.buffers, name)[self.rank] = part
         self._each(lambda peer: self._copy(name, peer).start())
 
+    def start_padded(self, name: str, part) -> None:
+        """Likewise of fewer lanes."""
+        self.start(name, pad_lanes(part, self.plan.exchanges[name].shape[1]))
+
     def start_each(self, name: str, parts: list) -> None:
         """Send part n [rows, lanes] to rank n."""
         buffer = getattr(self.buffers, name)

@@ -27,11 +27,12 @@ from pallas_kernels.decode.stages import (
     StageBundles,
     channel_stages,
     mixer_stages,
+    sum_stages,
 )
 
 GRANULE = 32  # bytes that copies are counted in
 _COPY = re.compile(r"= dma\.(?:general|hbm_to_vmem)\b[^;]*?, (\d+), ")
-_WAIT = re.compile(r"= dma\.done\.wait \[#allocation\d+(?: \+ \$(0x[0-9a-f]+))?\], (\d+)")
+_WAIT = re.compile(r"= dma\.done\.wait (?:%\w+|\[#allocation\d+(?: \+ \$(0x[0-9a-f]+))?\]), (\d+)")
 Span = tuple[int, int]
 
 
@@ -57,13 +58,13 @@ class Code:
         found = ((i, _COPY.findall(self.text[i])) for i in range(*span))
         return [i for i, sizes in found for x in sizes if int(x) * GRANULE == size]
 
-    def wait(self, span: Span, number: int, size: int) -> int:
-        """The first bundle that waits for so many bytes at semaphore `number` of an array. Raises DumpError."""
+    def wait(self, span: Span, size: int, number: int | None = None) -> int:
+        """The first bundle that waits for so many bytes, at semaphore `number` of an array. Raises DumpError."""
         for i in range(*span):
             for place, granules in _WAIT.findall(self.text[i]):
-                if (int(place or "0", 16), int(granules) * GRANULE) == (number, size):
+                if int(granules) * GRANULE == size and number in (None, int(place or "0", 16)):
                     return i
-        raise DumpError(f"no wait for {size} bytes of exchange {number} in bundles {span[0]} to {span[1]}")
+        raise DumpError(f"no wait for {size} bytes at semaphore {number} in bundles {span[0]} to {span[1]}")
 
     def inside(self, span: Span) -> list[Span]:
         """The outermost loops of a span."""
@@ -106,10 +107,13 @@ def stage_bundles(code: Code, plan: Plan) -> dict[str, StageBundles]:
     body = _layer_loop(code, layers)
     spans = outermost([x for x in code.undecided if body[0] <= x[0] and x[1] <= body[1]])
     if len(spans) != 5:
-        raise DumpError(f"{len(spans)} branches in a layer: expected five, of a block, two mixers and two channels")
-    block, *parts = spans
-    stages = (*(mixer_stages(plan, x) for x in (False, True)), *(channel_stages(plan, x) for x in (False, True)))
-    common = code.executed(body) - sum(map(code.executed, spans))
+        raise DumpError(f"{len(spans)} branches in a layer: expected five, of two mixers, a block and two channels")
+    *mixers, block, dense, moe = spans
+    middle = block[1], dense[0]
+    parts = (*mixers, middle, dense, moe)
+    stages = (*(mixer_stages(plan, x) for x in (False, True)), sum_stages(plan))
+    stages = (*stages, *(channel_stages(plan, x) for x in (False, True)))
+    common = code.executed(body) - sum(map(code.executed, (*spans, middle)))
     found = {
         EMBED: StageBundles(code.executed((0, body[0]))),
         HEAD: StageBundles(code.executed((body[1], len(code.text)))),
@@ -154,18 +158,20 @@ def _stage(code: Code, plan: Plan, stage: Stage, span: Span) -> StageBundles:
     layers, c, start = len(plan.config.layers), plan.config, span[0]
     if stage.awaits:
         size = (c.ranks - 1) * _place_bytes(plan, stage.awaits)
-        start = code.wait(span, list(plan.exchanges).index(stage.awaits), size)
+        start = code.wait(span, size, list(plan.exchanges).index(stage.awaits))
     during, total = code.executed((span[0], start)) / layers, code.executed((start, span[1])) / layers
-    loops = code.inside((start, span[1]))
     if stage.experts:
-        records = max(loops, key=code.executed)
-        issued = code.copies((start, records[0]), 4 * plan.record.shape[0] * plan.record.shape[1])
-        if not issued:
-            raise DumpError(f"{stage.name}: no experts are fetched before the loop over them")
-        first, each = code.executed((start, issued[-1] + 1)) / layers, code.executed(records) / layers
-        return StageBundles(total - first - each, during, first, expert=each / c.rows / c.moe.top_k)
+        choices, record = c.rows * c.moe.top_k, 4 * plan.record.shape[0] * plan.record.shape[1]
+        issued, expected = code.copies((start, span[1]), record), min(c.blocks.expert_slots, choices)
+        if len(issued) < expected:
+            raise DumpError(f"{stage.name}: {len(issued)} copies of experts: expected {expected}")
+        fetched = issued[expected - 1] + 1
+        first, once = (
+            code.executed(x) / layers for x in ((start, fetched), (fetched, code.wait((fetched, span[1]), record)))
+        )
+        return StageBundles(once, during, first, expert=(total - first - once) / choices)
     if stage.attention:
-        tiles = [x for x in loops if x in code.undecided]
+        tiles = [x for x in code.inside((start, span[1])) if x in code.undecided]
         if len(tiles) != c.rows:
             raise DumpError(f"{stage.name}: {len(tiles)} loops over the cache: expected {c.rows}, one per row")
         each = sum(map(code.executed, tiles)) / layers

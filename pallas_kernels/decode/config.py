@@ -142,6 +142,7 @@ class DecodeConfig:
         per_rank = self.moe.expert // self.ranks
         _require(per_rank % 32 == 0, "moe.expert / ranks", per_rank, "a multiple of 32: MXFP4's groups stay whole")
         _require(1 <= self.rows <= 8, "rows", self.rows, "1 to 8")
+        _require(self.blocks.expert_slots >= 2, "blocks.expert_slots", self.blocks.expert_slots, "at least 2")
         _require(self.cache_ranks in (1, self.ranks), "cache_ranks", self.cache_ranks, f"1 or ranks = {self.ranks}")
         tile = self.blocks.cache_rows * self.cache_ranks
         expected = f"a multiple of {tile}: whole tiles on all ranks"

@@ -5,6 +5,9 @@ diagonal of a matrix with a row for each group, [groups, inputs], whose product 
 per group and output: bfloat16 times code in float32. The scales, powers of two, then multiply exactly.
 """
 
+import itertools
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,8 +17,6 @@ from pallas_kernels.decode.config import DecodeConfig, round_up
 from pallas_kernels.decode.core import F32, I32, Core, joined
 from pallas_kernels.decode.record import GROUP, OUTPUTS, QUARTERS, SCALES, STRETCH, Record
 from pallas_kernels.decode.reference import situ
-
-HAND = 4  # experts whose products are made together: wide products keep the matrix unit busy
 
 
 def copy(core: Core, layer, expert, slot):
@@ -40,46 +41,66 @@ def _pick(core: Core, j):
 
 def finish(core: Core, layer, z):
     """This rank's part of sum_j p_j w2_j SiTU(w1_j z, w3_j z), z [B, L]: [B, L] in float32."""
-    c, record = core.config, core.plan.record
+    c, plan = core.config, core.plan
     row_of = lax.broadcasted_iota(I32, (c.rows, 1), 0)
-    size = max(n for n in range(1, min(HAND, c.blocks.expert_slots) + 1) if c.moe.top_k % n == 0)
 
     @pl.loop(0, c.rows)
     def _(row):
         mine = z if c.rows == 1 else jnp.sum(jnp.where(row_of == row, z, 0.0), axis=0, keepdims=True)
         diagonals = _diagonals(core, mine.astype(c.dtype))
-
-        def one(hand, total):
-            return total + _hand(core, layer, row, hand * size, size, diagonals)
-
-        total = jnp.zeros((size * SCALES * record.down_scale_rows, c.moe.latent), F32)
-        total = lax.fori_loop(0, c.moe.top_k // size, one, total)
+        hands = [_Hand(core, layer, row, first, plan.hand) for first in range(0, c.moe.top_k, plan.hand)]
+        total = jnp.zeros((plan.hand * SCALES * plan.record.down_scale_rows, c.moe.latent), F32)
+        columns = hands[0].up(diagonals)
+        for hand, following in itertools.zip_longest(hands, hands[1:]):
+            # First the next hand's way up: it keeps the matrix unit busy while this one's sums wait for each other.
+            ahead = following.up(diagonals) if following else None
+            total = total + hand.down(columns)
+            columns = ahead
         core.buffers.routed[pl.ds(row, 1), :] = jnp.sum(total, axis=0, keepdims=True)
 
     return core.buffers.routed[...]
 
 
-def _hand(core: Core, layer, row, first, size: int, diagonals: list):
-    """p w2 SiTU(w1 z, w3 z) of `size` experts of a row, by experts and groups of hidden channels: [size groups, L].
+@dataclass(frozen=True)
+class _Hand:
+    """Experts `first` to `first` + `size` - 1 of a row's choice."""
 
-    Their slots are filled anew if there are more choices than slots.
-    """
-    c, slots = core.config, core.config.blocks.expert_slots
-    choices = [row * c.moe.top_k + first + i for i in range(size)]
-    for j in choices:
-        copy(core, layer, _pick(core, j), lax.rem(j, slots)).wait()
-    words = [core.buffers.experts.at[lax.rem(j, slots)] for j in choices]
-    hidden = [
-        situ(x[:, : core.plan.record.expert], x[:, core.plan.record.expert :], c.situ_beta, c.situ_linear_beta)
-        for x in _up(core, words, diagonals)
-    ]
-    y = _down(core, words, [x.astype(c.dtype) for x in hidden])
-    expert = lax.div(lax.broadcasted_iota(I32, (len(y), 1), 0), len(y) // size)
-    weight = sum(jnp.where(expert == i, core.scalars.weights[first + i, row], 0.0) for i in range(size))
-    if c.rows * c.moe.top_k > slots:
-        for j in choices:
-            _refill(core, layer, j)
-    return weight * y
+    core: Core
+    layer: object
+    row: object
+    first: int
+    size: int
+
+    @property
+    def choices(self) -> list:
+        return [self.row * self.core.config.moe.top_k + self.first + i for i in range(self.size)]
+
+    @property
+    def words(self) -> list:
+        slots = self.core.config.blocks.expert_slots
+        return [self.core.buffers.experts.at[lax.rem(j, slots)] for j in self.choices]
+
+    def up(self, diagonals: list) -> list:
+        """(w1, w3) z by groups of inputs, once the records are there: see `_up`."""
+        core = self.core
+        for j in self.choices:
+            copy(core, self.layer, _pick(core, j), lax.rem(j, core.config.blocks.expert_slots)).wait()
+        return _up(core, self.words, diagonals)
+
+    def down(self, columns: list):
+        """p w2 SiTU(w1 z, w3 z) by experts and groups of hidden channels: [size groups, L]. The slots are filled anew
+        if there are more choices than slots."""
+        core, c, F = self.core, self.core.config, self.core.plan.record.expert
+        up = _summed(columns, self.size)
+        hidden = [situ(x[:, :F], x[:, F:], c.situ_beta, c.situ_linear_beta).astype(c.dtype) for x in up]
+        y = _down(core, self.words, hidden)
+        expert = lax.div(lax.broadcasted_iota(I32, (len(y), 1), 0), len(y) // self.size)
+        p = core.scalars.weights
+        weight = sum(jnp.where(expert == i, p[self.first + i, self.row], 0.0) for i in range(self.size))
+        if c.rows * c.moe.top_k > c.blocks.expert_slots:
+            for j in self.choices:
+                _refill(core, self.layer, j)
+        return weight * y
 
 
 def _refill(core: Core, layer, j) -> None:
@@ -105,7 +126,7 @@ def _diagonals(core: Core, z) -> list:
 
 
 def _up(core: Core, words: list, diagonals: list) -> list:
-    """Gate and up of some experts: [1, 2F] of each."""
+    """Gate and up of some experts, by groups of inputs: of each 64 outputs [groups, 256 lanes per expert]."""
     c, record = core.config, core.plan.record
     columns = [None] * record.columns
     for stretch, x in enumerate(diagonals):
@@ -118,8 +139,13 @@ def _up(core: Core, words: list, diagonals: list) -> list:
         for column, first, last in _columns(record, stretch):
             part = term if (first, last) == (0, record.groups) else jnp.where((row >= first) & (row < last), term, 0.0)
             columns[column] = part if columns[column] is None else columns[column] + part
+    return columns
+
+
+def _summed(columns: list, experts: int) -> list:
+    """Of each expert [1, 2F]."""
     columns = [jnp.sum(column, axis=0, keepdims=True) for column in columns]
-    return [joined([_folded(x, i * STRETCH) for x in columns], 1) for i in range(len(words))]
+    return [joined([_folded(x, i * STRETCH) for x in columns], 1) for i in range(experts)]
 
 
 def _folded(x, lane: int):

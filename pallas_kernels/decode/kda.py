@@ -17,7 +17,7 @@ STATE = ("heads", "S", "conv")
 
 
 def mixer(core: Core, ring: Ring, links: Links, x, number, start) -> None:
-    """The output for x [B, D] of KDA layer `number` into `change`; its tiles begin at `start`."""
+    """Start the sum of the output for x [B, D] of KDA layer `number`; its tiles begin at `start`."""
     part, c = core.plan.tape.kda, core.config
     h, K = c.share(c.kda.heads), c.kda.head_dim
     projected = ring.product(part, start, "project", x)
@@ -32,7 +32,6 @@ def mixer(core: Core, ring: Ring, links: Links, x, number, start) -> None:
         core.store(name, number).start()
     o = jnp.concatenate([jnp.concatenate(heads, axis=1) for heads in rows], axis=0)
     links.start_sum("mixer_sum", ring.product(part, start, "output", o))
-    core.buffers.change[...] = links.finish_sum("mixer_sum", c.hidden)
 
 
 def _take_turns(core: Core, number) -> None:

@@ -23,11 +23,11 @@ LOWEST = -1e30
 
 
 def mixer(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> None:
-    """The output for x [B, D] of MLA layer `number` into `change`; its tiles begin at `start`."""
+    """Start the sum of the output for x [B, D] of MLA layer `number`; its tiles begin at `start`."""
     part, c = core.plan.tape.mla, core.config
     h = c.share(c.mla.heads)
     down = ring.product(part, start, "down", x)
-    links.start("mla_down", pad_lanes(down, core.plan.exchanges["mla_down"].shape[1]))
+    links.start_padded("mla_down", down)
     gate = ring.product(part, start, "gate", x)
     query, latent = _finish_down(core, links, vectors)
     q = ring.product(part, start, "query", query).astype(c.dtype)
@@ -43,7 +43,6 @@ def mixer(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> No
     o = [ring.product(part, start, f"value_{head}", _rows(context, head, h, c.rows)) for head in range(h)]
     o = jnp.concatenate(o, axis=1) * jax.nn.sigmoid(gate)
     links.start_sum("mixer_sum", ring.product(part, start, "output", o))
-    core.buffers.change[...] = links.finish_sum("mixer_sum", c.hidden)
     _await_append(core, c.rows - 1)
 
 

@@ -16,8 +16,10 @@ from pallas_kernels.decode.tape import Tape
 
 VECTORS = ("attn_norm", "ffn_norm", "latent_norm", "router_bias", "q_norm", "kv_norm")
 VECTOR_ROWS = 8
-# The shared experts' hidden layer leaves while `route` is on its way, and is awaited while the experts' sum is.
-BESIDE = ("shared",)
+HAND = 4  # experts whose products are made together: wide products keep the matrix unit busy
+# Latents and the shared experts' hidden layer leave while `route` is on its way; they are awaited when the experts have
+# been chosen, and while the experts' sum is on its way.
+BESIDE = ("latents", "shared")
 F32, I32 = jnp.float32, jnp.int32
 
 
@@ -55,6 +57,12 @@ class Plan:
     def record(self) -> Record:
         return Record.of(self.config)
 
+    @cached_property
+    def hand(self) -> int:
+        """Experts that are waited for, and multiplied, together; there are slots for this hand and the next."""
+        k, most = self.config.moe.top_k, min(HAND, self.config.blocks.expert_slots // 2)
+        return max(n for n in range(1, most + 1) if k % n == 0)
+
     # Exchanges
 
     @cached_property
@@ -67,7 +75,8 @@ class Plan:
             Exchange("hidden", (B, round_up(share(c.hidden), LANES)), F32),
             *self._sum("mixer_sum", c.hidden),
             *self._sum("dense_sum", c.hidden),
-            Exchange("route", (B, sum(self.route_lanes)), F32),
+            Exchange("route", (B, round_up(share(c.moe.experts), LANES)), F32),
+            Exchange("latents", (B, round_up(share(c.moe.latent), LANES)), F32),
             Exchange("shared", (B, round_up(share(c.moe.shared), LANES)), F32),
             *self._sum("latent_sum", c.moe.latent),
             Exchange("mla_down", (B, round_up(down, LANES)), F32),
@@ -91,12 +100,6 @@ class Plan:
         """Of a sum's name."""
         width = self.config.moe.latent if name == "latent_sum" else self.config.hidden
         return tuple(exchange.name for exchange in self._sum(name, width))
-
-    @cached_property
-    def route_lanes(self) -> tuple[int, int]:
-        """Lanes of router logits and latents in the exchange `route`."""
-        s = self.config.moe
-        return tuple(round_up(self.config.share(size), LANES) for size in (s.experts, s.latent))
 
     def mixer_exchanges(self, mla: bool) -> tuple[str, ...]:
         if not mla:

@@ -5,7 +5,7 @@ A stage uses matrices of the tape in their order and ends with an exchange, or w
 before it waits for the exchange before runs beside that.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pallas_kernels.decode.config import LayerKind
@@ -19,8 +19,8 @@ START_BLOCK, MIX, EMBED, HEAD = "attn_res.block", "attn_res.mix", "embed", "head
 
 @dataclass(frozen=True)
 class Stage:
-    """`during`: matrices used before the exchanges `awaits` are waited for, the last of which is the one before; those
-    in `early` are waited for at the stage's beginning. `experts`, `attention`: what else it does, after its matrices
+    """`during`: matrices used before the exchange `awaits` is waited for; `early` is waited for at the stage's
+    beginning, `late` when its experts are being fetched. `experts`, `attention`: what else it does, after its matrices
     called `before` and before the others."""
 
     name: str
@@ -32,12 +32,15 @@ class Stage:
     ends: str | None = None
     awaits: str | None = None
     early: str | None = None
+    late: str | None = None
 
 
 def mixer_stages(plan: Plan, mla: bool) -> tuple[Stage, ...]:
+    """Up to the sending of a sum, whose other stages (`sum_stages`) both kinds have in common."""
+    before = plan.mixer_exchanges(mla)[: -len(plan.sum_exchanges("mixer_sum"))]
+    ends = (*before, plan.sum_exchanges("mixer_sum")[0])
     if not mla:
-        first = Stage("kda.mix", ("project", "beta", "decay", "output"))
-        return _ended("kda", (first,), plan.mixer_exchanges(False))
+        return _chained((Stage("kda.mix", ("project", "beta", "decay", "output")),), (None,), ends)
     heads = range(plan.config.share(plan.config.mla.heads))
     absorb, values = (tuple(f"{name}_{i}" for i in heads) for name in ("absorb", "value"))
     queries, outputs = ("query", *absorb), (*values, "output")
@@ -50,7 +53,14 @@ def mixer_stages(plan: Plan, mla: bool) -> tuple[Stage, ...]:
             Stage("mla.attend", attention=True),
             Stage("mla.merge", outputs),
         )
-    return _ended("mla", (down, *rest), plan.mixer_exchanges(True))
+    return _chained((down, *rest), (None, *before), ends)
+
+
+def sum_stages(plan: Plan) -> tuple[Stage, ...]:
+    """From a mixer's sum on its way to the channels' input."""
+    sums = plan.sum_exchanges("mixer_sum")
+    stages = [Stage(f"mixer.sum{i}") for i in range(1, len(sums))]
+    return _chained((*stages, Stage("mixer.end")), sums, (*sums[1:], None))
 
 
 def channel_stages(plan: Plan, moe: bool) -> tuple[Stage, ...]:
@@ -58,24 +68,27 @@ def channel_stages(plan: Plan, moe: bool) -> tuple[Stage, ...]:
         return _ended("dense", (Stage("dense.hidden", ("hidden", "output")),), plan.channel_exchanges(False))
     sums = tuple(Stage(f"moe.sum{i}") for i in range(1, len(plan.sum_exchanges("latent_sum"))))
     summed = (*sums, Stage("moe.up", ("up",)))
-    chain = (Stage("moe.route", ("down", "router")), Stage("moe.experts", experts=True), *summed)
+    chain = (Stage("moe.route", ("router",)), Stage("moe.experts", experts=True, late="latents"), *summed)
     route, experts, after, *rest = _ended("moe", chain, plan.channel_exchanges(True))
-    shared = Stage("moe.shared", ("shared_in",), ends="shared")
-    return (route, shared, experts, replace(after, during=("shared_out",), early="shared"), *rest)
+    beside = Stage("moe.latents", ("down",), ends="latents"), Stage("moe.shared", ("shared_in",), ends="shared")
+    return (route, *beside, experts, replace(after, during=("shared_out",), early="shared"), *rest)
 
 
 def _ended(kind: str, stages: tuple[Stage, ...], exchanges: tuple[str, ...]) -> tuple[Stage, ...]:
     """The stages with the exchanges that end them; behind those of the last ones nothing but their sums is left."""
     sums = range(1, len(exchanges) - len(stages) + 1)
     stages = (*stages, *(Stage(f"{kind}.sum{i}") for i in sums), Stage(f"{kind}.end"))
-    ends, awaits = (*exchanges, None), (None, *exchanges)
-    return tuple(replace(x, ends=end, awaits=a) for x, end, a in zip(stages, ends, awaits, strict=True))
+    return _chained(stages, (None, *exchanges), (*exchanges, None))
+
+
+def _chained(stages: Sequence[Stage], awaits: Sequence[str | None], ends: Sequence[str | None]) -> tuple[Stage, ...]:
+    return tuple(replace(x, awaits=a, ends=end) for x, a, end in zip(stages, awaits, ends, strict=True))
 
 
 @dataclass(frozen=True)
 class StageBundles:
     """Bundles of one execution: what is executed once, before an exchange is awaited (`during`), in a stage with
-    experts before they are fetched (`first`) and for each chosen one, with attention for each tile of a row's cache."""
+    experts before they are fetched (`first`; `once` before the first has come) and for each chosen one, with attention for each tile of a row's cache."""
 
     once: float
     during: float = 0.0
@@ -110,9 +123,10 @@ class StepProgram:
         mixer, channels = self.plan.tape.parts(kind)
         yield Fetch(("small", layer), self._small(layer, kind))
         yield from self._plain(MIX)
+        yield from self._part(mixer_stages(self.plan, kind.mla), mixer, mixer_start)
         if layer % self.plan.config.attn_res_block == 0:
             yield from self._plain(START_BLOCK)
-        yield from self._part(mixer_stages(self.plan, kind.mla), mixer, mixer_start)
+        yield from self._part(sum_stages(self.plan), mixer, mixer_start)
         yield from self._part(channel_stages(self.plan, kind.moe), channels, channels_start)
 
     def _part(self, stages: tuple[Stage, ...], part: Part, start: int) -> Iterator[Instruction]:
@@ -135,6 +149,8 @@ class StepProgram:
         if stage.experts:
             yield self._compute(self.bundles[stage.name].first)
             yield from self._start_experts()
+            if stage.late:
+                yield Wait(stage.late)
         yield from self._products(before, share * bundles)
         if stage.experts:
             yield from self._experts(self.bundles[stage.name].expert)
@@ -165,12 +181,12 @@ class StepProgram:
             yield Fetch(("expert", j), self._record)
 
     def _experts(self, bundles: float) -> Iterator[Instruction]:
-        slots = self.plan.config.blocks.expert_slots
-        for j in range(self._choices):
-            yield Wait(("expert", j))
-            yield self._compute(bundles)
-            if j + slots < self._choices:
-                yield Fetch(("expert", j + slots), self._record)
+        slots, hand = self.plan.config.blocks.expert_slots, self.plan.hand
+        for first in range(0, self._choices, hand):
+            together = range(first, first + hand)
+            yield from (Wait(("expert", j)) for j in together)
+            yield self._compute(hand * bundles)
+            yield from (Fetch(("expert", j + slots), self._record) for j in together if j + slots < self._choices)
 
     def _attention(self, bundles: float) -> Iterator[Instruction]:
         """Tiles of the fullest rank, two at a time."""

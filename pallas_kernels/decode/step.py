@@ -56,10 +56,10 @@ def _layer(core: Core, ring: Ring, links: Links, layer) -> None:
 
     h = jnp.where(layer == 0, b.residual[...], attn_res.mix(core, jnp.maximum(2 * layer - 1, 0)))
     x = rms(h, c.norm_eps, c.own.hidden) * weight("attn_norm")
-    pl.when(first)(lambda: attn_res.start_block(core, lax.div(layer, c.attn_res_block)))
     pl.when(is_mla == 0)(lambda: kda.mixer(core, ring, links, x, kda_number, mixer_start))
     pl.when(is_mla == 1)(lambda: mla.mixer(core, ring, links, x, vectors, mla_number, mixer_start))
-    b.residual[...] = jnp.where(first, 0.0, b.residual[...]) + b.change[...]
+    pl.when(first)(lambda: attn_res.start_block(core, lax.div(layer, c.attn_res_block)))  # while the sum is on its way
+    b.residual[...] = jnp.where(first, 0.0, b.residual[...]) + links.finish_sum("mixer_sum", c.hidden)
 
     x = rms(attn_res.mix(core, 2 * layer), c.norm_eps, c.own.hidden) * weight("ffn_norm")
     pl.when(is_moe == 0)(lambda: channels.dense(core, ring, links, x, channels_start))

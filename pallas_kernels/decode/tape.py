@@ -169,8 +169,8 @@ def moe_matrices(config: DecodeConfig) -> tuple[Matrix, ...]:
     """Columns of `shared_in`: gate and up of the shared experts."""
     D, s = config.hidden, config.moe
     return (
-        Matrix("down", D, config.share(s.latent)),
         Matrix("router", D, config.share(s.experts), transposed=True),
+        Matrix("down", D, config.share(s.latent)),
         Matrix("shared_in", D, 2 * config.share(s.shared)),
         Matrix("shared_out", s.shared, config.share(D)),
         Matrix("up", s.latent, config.share(D)),

@@ -16,7 +16,7 @@ BLOCKS = Blocks(
     tile_rows=256,
     tile_cols=256,
     banks=3,
-    expert_slots=3,
+    expert_slots=5,
     cache_rows=16,
     whole_sum_bytes=10**6,
 )

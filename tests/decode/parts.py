@@ -132,6 +132,7 @@ class Parts:
                 core.load(name, number).start()
                 core.store(name, number - 1).start() if name != "heads" else None
             kda.mixer(core, ring, links, self.x, jnp.int32(number), start)
+            core.buffers.change[...] = links.finish_sum("mixer_sum", self.config.hidden)
             for name in kda.STATE:
                 core.load(name, number + 1).wait()
             for name in ("S", "conv"):
@@ -152,6 +153,7 @@ class Parts:
             vectors.start()
             vectors.wait()
             mla.mixer(core, ring, links, self.x, core.buffers.vectors[MLA_LAYER % 2], number, start)
+            core.buffers.change[...] = links.finish_sum("mixer_sum", self.config.hidden)
 
         have, caches = self.run(self.with_tiles(tape.starts[MLA_LAYER][0], tape.mla, body))
         want, after = self.reference.mla(self.layer(MLA_LAYER), self.x, self.caches, MLA_LAYER)

@@ -12,6 +12,7 @@ from pallas_kernels.decode import predicted, published
 from pallas_kernels.decode.bench import facts, least_bytes, model_against, stages
 from pallas_kernels.decode.compiled import Code, outermost, stage_bundles
 from pallas_kernels.decode.ledger import Ledger, padded_bytes
+from pallas_kernels.decode.plan import BESIDE
 from pallas_kernels.decode.predicted import RATES, predictions, step_times
 from pallas_kernels.decode.stages import (
     EMBED,
@@ -22,6 +23,7 @@ from pallas_kernels.decode.stages import (
     StageBundles,
     channel_stages,
     mixer_stages,
+    sum_stages,
 )
 from pallas_kernels.decode.timeline import Compute, Fetch, Rates, Send, Wait, play
 
@@ -46,7 +48,9 @@ def short(k3):
 
 def free(plan, **changes):
     """No arithmetic in any stage but those of `changes`."""
-    names = [s.name for x in (False, True) for s in (*mixer_stages(plan, x), *channel_stages(plan, x))]
+    names = [
+        s.name for x in (False, True) for s in (*mixer_stages(plan, x), *sum_stages(plan), *channel_stages(plan, x))
+    ]
     return dict.fromkeys((*names, EMBED, HEAD, MIX, START_BLOCK), StageBundles(0.0)) | changes
 
 
@@ -76,7 +80,7 @@ def test_a_wait_without_an_issue():
 def test_a_step_without_arithmetic(plan):
     """Every exchange of the plan is waited for, every byte of the ledger is issued."""
     times = step_times(plan, free(plan), context=0)
-    assert times.sends == len(plan.step_exchanges) + len(plan.config.moe_layers)
+    assert times.sends == len(plan.step_exchanges) + len(BESIDE) * len(plan.config.moe_layers)
     assert times.exchanges == pytest.approx(len(plan.step_exchanges) * 4e-6, rel=1e-6)
     cache = 24 * 2 * plan.config.blocks.cache_rows * plan.config.key_width
     embed = 2 * 256  # fetched by its owner's rows, not in the model
@@ -115,7 +119,7 @@ def test_what_is_before_a_wait_hides_under_the_exchange(short):
 def test_stages_hold_the_tape(plan):
     found = {x["name"]: x["dma_bytes"] for x in stages(plan, free(plan))}
     record = 4 * 40 * 3584
-    assert found["moe.experts"] == 16 * record and found["kda.end"] == 0
+    assert found["moe.experts"] == 16 * record and found["moe.end"] == 0
     up = sum(p.rows for name in ("shared_out", "up") for block in plan.tape.moe.of(name) for p in block.pieces)
     assert found["moe.up"] == 2 * up * plan.config.blocks.tile_cols
     kda = sum(p.rows for block in plan.tape.kda.blocks for p in block.pieces)
@@ -211,6 +215,8 @@ def schedule(plan, missing: str = ""):
             if stage.experts:
                 for _ in range(16):
                     add(f"%1 = dma.hbm_to_vmem [thread:$0]  %s1, {4 * 40 * 3584 // 32}, %s2, [#allocation3]")
+                add("prepare")
+                add(f"%1 = dma.done.wait %s1, {4 * 40 * 3584 // 32}")
                 add("expert", 48, loop=True)
             if stage.attention:
                 add("tile", 1, loop=True)
@@ -219,9 +225,11 @@ def schedule(plan, missing: str = ""):
                 add(f"%1 = dma.general %s1, {size(stage.ends)}, %s1, %s2, %s3, [#allocation9], %s4, 0")
         undecided.append((start, len(text)))
 
-    branch([Stage("block")])
     for mla in (False, True):
         branch(mixer_stages(plan, mla))
+    branch([Stage("block")])
+    branch(sum_stages(plan))
+    undecided.pop()
     for moe in (False, True):
         branch(channel_stages(plan, moe))
     loops.append((1, len(text)))
@@ -232,10 +240,10 @@ def schedule(plan, missing: str = ""):
 
 def test_bundles_of_stages(plan):
     found = stage_bundles(schedule(plan), plan)
-    assert found["kda.mix"] == StageBundles(2 + 31) and found["kda.end"] == StageBundles(2, during=1)
+    assert found["kda.mix"] == StageBundles(2 + 31) and found["mixer.end"] == StageBundles(2, during=1)
     assert found["mla.attend"] == StageBundles(2 + 31, during=1, tile=1)
     assert found["moe.shared"] == StageBundles(2 + 31)
-    assert found["moe.experts"] == StageBundles(31, during=1, first=2 + 16, expert=3)
+    assert found["moe.experts"] == StageBundles(1, during=1, first=2 + 16, expert=(1 + 48 + 31) / 16)
     assert found[HEAD] == found[EMBED] == StageBundles(1) and found[START_BLOCK] == StageBundles(2)
     assert found[MIX] == StageBundles(0.0) and found.keys() == free(plan).keys()
 
