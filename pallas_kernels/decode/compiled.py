@@ -166,9 +166,8 @@ def _stage(code: Code, plan: Plan, stage: Stage, span: Span) -> StageBundles:
         if len(issued) < expected:
             raise DumpError(f"{stage.name}: {len(issued)} copies of experts: expected {expected}")
         fetched = issued[expected - 1] + 1
-        first, once = (
-            code.executed(x) / layers for x in ((start, fetched), (fetched, code.wait((fetched, span[1]), record)))
-        )
+        come = code.wait((fetched, span[1]), record)
+        first, once = code.executed((start, fetched)) / layers, code.executed((fetched, come)) / layers
         return StageBundles(once, during, first, expert=(total - first - once) / choices)
     if stage.attention:
         tiles = [x for x in code.inside((start, span[1])) if x in code.undecided]

@@ -88,7 +88,8 @@ def _chained(stages: Sequence[Stage], awaits: Sequence[str | None], ends: Sequen
 @dataclass(frozen=True)
 class StageBundles:
     """Bundles of one execution: what is executed once, before an exchange is awaited (`during`), in a stage with
-    experts before they are fetched (`first`; `once` before the first has come) and for each chosen one, with attention for each tile of a row's cache."""
+    experts before they are fetched (`first`; `once` is what comes before the first is awaited) and for each chosen one,
+    with attention for each tile of a row's cache."""
 
     once: float
     during: float = 0.0
