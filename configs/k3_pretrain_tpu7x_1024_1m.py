@@ -1,9 +1,10 @@
 """Context of 1,048,576 tokens: the last stage of Kimi K3's pre-training, on 1,024 TPU7x chips (2,048 cores).
 
-Command:    k3 plan --config configs/k3_pretrain_tpu7x_1024_1m.py --topology tpu7x:8x8x16 --lower
+Command:    k3 plan --config configs/k3_pretrain_tpu7x_1024_1m.py --topology tpu7x:8x8x16 --compile
 Hardware:   1,024 TPU7x chips (2,048 cores); for `plan`, any CPU
-Wall time:  `plan` 5 s (measured on 2 cores). Training: never run
-Expected:   the ledger says 74 of 101.7 GB on each core, 16.8M tokens per step
+Wall time:  `plan` 5 s, with --compile 12 min and 13 GB (measured on 2 cores). Training: never run
+Expected:   77 of 101.7 GB on each core (compiled by libtpu 0.0.50.1; the ledger says 74), 16.8M tokens per step, no
+            collective that the plan does not list
 Parameters: 2,779,484,476,000 total, 104,189,612,640 active per token
 
 A row of a million tokens lies on 64 pairs of cores in zig-zag order, 16,384 tokens on each, so that all have the same

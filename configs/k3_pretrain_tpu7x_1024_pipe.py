@@ -2,10 +2,10 @@
 
 Command:    k3 plan --config configs/k3_pretrain_tpu7x_1024_pipe.py --topology tpu7x:8x8x16 --compile
 Hardware:   1,024 TPU7x chips (2,048 cores); for `plan`, any CPU
-Wall time:  `plan` 5 s, with --lower a minute of CPU time, with --compile 27 min and 8 GB (measured on 2 busy cores).
+Wall time:  `plan` 5 s, with --lower a minute of CPU time, with --compile 11 min and 8 GB (measured on 2 cores).
             Training: 32 to 60 s per step, 86 to 162 days (predicted from peaks, uncalibrated: all or nothing of what
             travels is hidden; never run)
-Expected:   91 of 101.7 GB on each core (compiled by libtpu 0.0.50.1; the ledger says 85), 67M tokens per step, no
+Expected:   90 of 101.7 GB on each core (compiled by libtpu 0.0.50.1; the ledger says 83), 67M tokens per step, no
             collective that the plan does not list
 Parameters: 2,779,484,476,000 total, 104,189,612,640 active per token
 

@@ -53,7 +53,7 @@ def flows(run: RunConfig, pod: Pod, model: K3) -> list[list[Flow]]:
 def _of_rank(run: RunConfig, pod: Pod, model: K3, rank: Rank) -> Iterator[Flow]:
     mesh, sizes = pod.mesh(run.mesh).shape, Sizes.of(run, pod)
     found = [*_weights(run, mesh, sizes, model, rank), *_batch(run, mesh, sizes, model, rank)]
-    found += _muon(mesh, sizes, model)
+    found += [*_muon(mesh, sizes, model), *_tensor(mesh, sizes, rank)]
     kept = any(keep.name == "moe_output" for keep in run.train.activations)
     found += _experts(mesh, sizes, rank, kept) if run.model.moe else []
     found += _context(sizes, rank) if sizes.ranks > 1 else []
@@ -126,16 +126,32 @@ def _batch(run: RunConfig, mesh, sizes: Sizes, model: K3, rank: Rank) -> Iterabl
 
 
 def _muon(mesh, sizes: Sizes, model: K3) -> Iterable[Flow]:
-    """Shards to the owners of whole blocks and back; zeros fill up what the owners do not divide."""
-    totals: dict[tuple[str, ...], float] = {}
+    """Shards to the owners of whole blocks and back, for rows and columns; zeros fill up what the owners do not
+    divide."""
+    totals: Counter[tuple[str, ...]] = Counter()
     for name, leaf, _ in tensors(model):
-        rule, axes = rule_of(name), tuple(reversed(_gathered_axes(leaf)))
-        if isinstance(rule, MuonRule) and axes:
-            blocks, owners = _blocks(rule, leaf), math.prod(mesh[axis] for axis in axes)
-            filled = -(-blocks // owners) * owners / blocks
-            totals[axes] = totals.get(axes, 0) + 2 * filled * shard_bytes(leaf) // FLOAT * sizes.width
+        rule = rule_of(name)
+        if not isinstance(rule, MuonRule):
+            continue
+        moves = list(_matrix_axes(rule, leaf, mesh))
+        blocks, owners = _blocks(rule, leaf), math.prod(mesh[axis] for axes in moves for axis in axes)
+        filled = -(-blocks // owners) * owners / blocks
+        for axes in moves:
+            others = 1 - 1 / math.prod(mesh[axis] for axis in axes)
+            totals[axes] += 2 * others * filled * shard_bytes(leaf) // FLOAT * sizes.width
     for axes, total in totals.items():
         yield Flow("Muon: blocks to their owners and back", "all-to-all", axes, total)
+
+
+def _matrix_axes(rule: MuonRule, leaf: jax.ShapeDtypeStruct, mesh) -> Iterator[tuple[str, ...]]:
+    """Mesh axes of each axis of a block that is sharded."""
+    names, spec = rule.axes.split(), sharding.spec_of(leaf)
+    entries = [spec[i] if i < len(spec) else None for i in range(len(leaf.shape))][-len(names) :]
+    for name, entry in zip(names, entries, strict=True):
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        axes = tuple(axis for axis in axes if mesh[axis] > 1)
+        if axes and name in {*rule.rows.split(), *rule.columns.split()}:
+            yield axes
 
 
 def _blocks(rule: MuonRule, leaf: jax.ShapeDtypeStruct) -> int:
@@ -159,6 +175,18 @@ def _experts(mesh, sizes: Sizes, rank: Rank, kept: bool) -> Iterable[Flow]:
     yield Flow("experts: borrowed, and their gradients", "ragged-all-to-all", ("expert",), sizes.micro * loans)
     counts = FLOAT * moe.num_experts * mesh["expert"]
     yield Flow("experts: counts", "all-gather", ("expert",), sizes.micro * sum(passes) * counts)
+
+
+def _tensor(mesh, sizes: Sizes, rank: Rank) -> Iterable[Flow]:
+    """Mixers and channels end in a sum over inner widths, and so do the gradients of their inputs; of MoE the shared
+    experts do and the routed ones, whose latents in float32 are as long as the stream in bfloat16."""
+    axes, layers = ("tensor",), rank.passes
+    ring = 2 * (1 - 1 / mesh["tensor"])
+    sums = sum((count + 1) * (2 + sizes.config.is_moe(layer)) for layer, count in layers.items())
+    yield Flow("sums over inner widths", "all-reduce", axes, ring * sizes.micro * sums * sizes.stream)
+    everywhere = tuple(axis for axis in mesh if mesh[axis] > 1) if mesh["tensor"] > 1 else ()
+    yield Flow("norm of the gradient", "all-reduce", everywhere, 2 * FLOAT)
+    yield Flow("largest logits", "all-gather", axes, FLOAT * len(layers) * (mesh["tensor"] - 1))
 
 
 def _context(sizes: Sizes, rank: Rank) -> Iterable[Flow]:

@@ -23,7 +23,7 @@ PRETRAIN = "configs/k3_pretrain_tpu7x_512.py"
 # That recipe on four ranks with two chunks each, compiled at O1 by libtpu 0.0.50.1: bytes of arguments and temporaries,
 # what the permutes of a step send, and the kinds of its collectives.
 ARGUMENTS, TEMPORARIES, PERMUTED = 27_080_980_992, 68_793_790_112, 104_287_174_656
-RECIPE = "configs/k3_pretrain_tpu7x_1024_pipe.py"  # 13.16 and 78.22 GB
+RECIPE = "configs/k3_pretrain_tpu7x_1024_pipe.py"  # 13.16 and 77.08 GB
 KINDS = """all-gather expert; all-gather fsdp; all-gather pipe; all-reduce expert; all-reduce fsdp;
 all-reduce fsdp expert; all-reduce fsdp pipe expert; all-reduce pipe; all-to-all fsdp; all-to-all fsdp expert;
 collective-permute pipe; ragged-all-to-all expert; reduce-scatter fsdp"""

@@ -28,6 +28,7 @@ PRETRAIN = "configs/k3_pretrain_tpu7x_512.py"
 COMPILED = {
     "configs/k3_pretrain_tpu7x_512.py": ("tpu7x:8x8x8", 24_255_534_080, 59_827_551_168),
     "configs/k3_pretrain_v5p_1024.py": ("v5p:8x8x16", 24_255_534_080, 61_517_519_296),
+    "configs/k3_pretrain_tpu7x_1024_1m.py": ("tpu7x:8x8x16", 11_623_506_944, 65_164_833_184),
 }
 EIGHT = "v6e:2x4"  # as many devices as the tests' CPU has
 
