@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 LANES = 128
+TOGETHER = 4
 
 
 class DecodeConfigError(ValueError):
@@ -90,6 +91,11 @@ class Blocks:
     expert_slots: int
     cache_rows: int
     whole_sum_bytes: int
+
+    @property
+    def together(self) -> int:
+        """Tiles that are awaited at once."""
+        return max(1, min(TOGETHER, self.banks // 2))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The ring: tiles of the weight tape on their way through VMEM, and products with the matrices that they hold.
 
-Tile t stands in bank t mod `banks`. Its last use starts the copy of tile t + banks into the same bank, whatever layer
-that belongs to: the memory is busy across layers and across exchanges.
+Tile t stands in bank t mod `banks`. When it has been used, tile t + banks is copied into the same bank, whatever layer
+that belongs to: the memory is busy across layers and across exchanges. A few tiles are awaited, and let go, together:
+no load of weights moves across a wait or the start of a copy, so the fewer there are, the better they are spread.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode.core import F32, Core, joined, pad_lanes, pad_rows
 from pallas_kernels.decode.tape import SUBLANES, Block, Part, Piece
+
+DEPTH = 256  # of the matrix unit: rows of weights that it takes at once
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,12 @@ class Ring:
         lhs = _folded(x, block)
         total = None
         for piece in block.pieces:
-            rows = lhs[:, piece.start : piece.start + piece.rows]
-            term = self._dot(rows, self._use(piece, start), 0)
+            self._await(piece, start)
+            for row in range(0, piece.rows, DEPTH):
+                rows = slice(row, min(row + DEPTH, piece.rows))
+                term = self._dot(lhs[:, piece.start :][:, rows], self._weights(piece, start, rows), 0)
+                total = term if total is None else total + term
             self._release(piece, start)
-            total = term if total is None else total + term
         parts = [total[i * B : (i + 1) * B, i * block.cols : (i + 1) * block.cols] for i in range(block.fold)]
         return sum(parts[1:], parts[0])
 
@@ -62,7 +67,8 @@ class Ring:
         for block in blocks:
             (piece,) = block.pieces
             columns = lhs[:, block.column : block.column + block.cols]
-            term = self._dot(columns, self._use(piece, start), 1)
+            self._await(piece, start)
+            term = self._dot(columns, self._weights(piece, start, slice(0, piece.rows)), 1)
             self._release(piece, start)
             total = term if total is None else total + term
         return total
@@ -72,19 +78,20 @@ class Ring:
         dimensions = (((1,), (axis,)), ((), ()))
         return lax.dot_general(x, weight, dimensions, precision=self.core.config.precision, preferred_element_type=F32)
 
-    def _use(self, piece: Piece, start):
-        tile = start + piece.tile
-        if piece.first:
-            self.copy(tile).wait()
-        bank = lax.rem(tile, self.core.config.blocks.banks)
-        return self.core.buffers.banks[bank, piece.row : piece.row + piece.rows, :]
+    def _await(self, piece: Piece, start) -> None:
+        for tile in piece.awaited:
+            self.copy(start + tile).wait()
+
+    def _weights(self, piece: Piece, start, rows: slice):
+        bank = lax.rem(start + piece.tile, self.core.config.blocks.banks)
+        return self.core.buffers.banks[bank, piece.row + rows.start : piece.row + rows.stop, :]
 
     def _release(self, piece: Piece, start) -> None:
         """Only the head's last tiles have no successor, and its start is a number."""
-        following = start + piece.tile + self.core.config.blocks.banks
-        ended = isinstance(following, int) and following >= self.core.plan.tape.tiles
-        if piece.last and not ended:
-            self.copy(following).start()
+        for tile in piece.freed:
+            following = start + tile + self.core.config.blocks.banks
+            if not (isinstance(following, int) and following >= self.core.plan.tape.tiles):
+                self.copy(following).start()
 
 
 def _folded(x, block: Block):

@@ -166,16 +166,15 @@ class StepProgram:
             return
         rows, banks = sum(piece.rows for piece in pieces), self.plan.config.blocks.banks
         for piece in pieces:
-            if piece.first:
-                yield Wait(("tile", piece.tile))
+            yield from (Wait(("tile", tile)) for tile in piece.awaited)
             yield self._compute(bundles * piece.rows / rows)
-            if piece.last and piece.tile + banks < self.plan.tape.tiles:
-                yield self._tile(piece.tile + banks)
+            yield from (self._tile(tile + banks) for tile in piece.freed if tile + banks < self.plan.tape.tiles)
 
     def _pieces(self, part: Part, start: int, names: tuple[str, ...]) -> list[Piece]:
         """Of these matrices, with numbers of tiles on the whole tape."""
         found = [piece for name in names for block in part.of(name) for piece in block.pieces]
-        return [Piece(start + p.tile, p.row, p.rows, p.start, p.first, p.last) for p in found]
+        moved = lambda tiles: tuple(start + tile for tile in tiles)  # noqa: E731
+        return [replace(p, tile=start + p.tile, awaited=moved(p.awaited), freed=moved(p.freed)) for p in found]
 
     def _start_experts(self) -> Iterator[Instruction]:
         for j in range(min(self.plan.config.blocks.expert_slots, self._choices)):

@@ -9,7 +9,8 @@ columns, one below the other.
 The parts of a layer (mixer, channels) begin with a new tile, hence one schedule serves all layers of a kind.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pallas_kernels.decode.config import LANES, DecodeConfig, LayerKind, round_up
@@ -31,15 +32,15 @@ class Matrix:
 class Piece:
     """Rows of one tile that one product uses, and where in the block's own rows they begin.
 
-    `first` and `last`: the first use of the tile, which waits for it, and the last, which lets it be refilled.
+    `awaited`: tiles to wait for before, `freed`: tiles that may be refilled afterwards.
     """
 
     tile: int
     row: int
     rows: int
     start: int
-    first: bool = False
-    last: bool = False
+    awaited: tuple[int, ...] = ()
+    freed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ def _shapes(matrix: Matrix, tile_cols: int) -> list[tuple[int, int, int, int]]:
     return shapes
 
 
-def layout(matrices: tuple[Matrix, ...], tile_rows: int, tile_cols: int) -> Part:
+def layout(matrices: tuple[Matrix, ...], tile_rows: int, tile_cols: int, together: int) -> Part:
     """Where every block of these matrices stands. A matrix begins at whole lane tiles, blocks follow without gaps; the
-    rows of a transposed block stay in one tile."""
+    rows of a transposed block stay in one tile. So many tiles are awaited and freed `together`."""
     blocks, cursor = [], 0
     for matrix in matrices:
         cursor = round_up(cursor, LANES)
@@ -107,7 +108,7 @@ def layout(matrices: tuple[Matrix, ...], tile_rows: int, tile_cols: int) -> Part
             blocks.append((matrix, column, cols, fold, depth, tuple(_cut(cursor, depth, tile_rows))))
             cursor += depth
     tiles = -(-cursor // tile_rows)
-    return Part(tuple(_flagged(blocks)), tiles)
+    return Part(tuple(_in_groups(blocks, tiles, together)), tiles)
 
 
 def _cut(cursor: int, depth: int, tile_rows: int):
@@ -119,18 +120,19 @@ def _cut(cursor: int, depth: int, tile_rows: int):
         start += rows
 
 
-def _flagged(blocks):
-    order = [(piece.tile, i, j) for i, block in enumerate(blocks) for j, piece in enumerate(block[-1])]
-    first, last = {}, {}
-    for tile, i, j in order:
-        first.setdefault(tile, (i, j))
-        last[tile] = (i, j)
+def _in_groups(blocks, tiles: int, together: int) -> Iterator[Block]:
+    """With the tiles that the first use of each group awaits, and the last one frees."""
+    order = [(p.tile // together, i, j) for i, block in enumerate(blocks) for j, p in enumerate(block[-1])]
+    last = {group: (i, j) for group, i, j in order}
+    first = {group: (i, j) for group, i, j in reversed(order)}
     for i, (*head, pieces) in enumerate(blocks):
-        marked = tuple(
-            Piece(p.tile, p.row, p.rows, p.start, first[p.tile] == (i, j), last[p.tile] == (i, j))
-            for j, p in enumerate(pieces)
-        )
-        yield Block(*head, marked)
+        marked = []
+        for j, piece in enumerate(pieces):
+            group = piece.tile // together
+            members = tuple(range(group * together, min((group + 1) * together, tiles)))
+            of = lambda uses: members if uses[group] == (i, j) else ()  # noqa: B023, E731
+            marked.append(replace(piece, awaited=of(first), freed=of(last)))
+        yield Block(*head, tuple(marked))
 
 
 def kda_matrices(config: DecodeConfig) -> tuple[Matrix, ...]:
@@ -184,7 +186,8 @@ class Tape:
     config: DecodeConfig
 
     def _layout(self, matrices: tuple[Matrix, ...]) -> Part:
-        return layout(matrices, self.config.blocks.tile_rows, self.config.blocks.tile_cols)
+        blocks = self.config.blocks
+        return layout(matrices, blocks.tile_rows, blocks.tile_cols, blocks.together)
 
     @cached_property
     def kda(self) -> Part:

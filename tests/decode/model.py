@@ -15,7 +15,7 @@ from tests.models import abstract_model, draw
 BLOCKS = Blocks(
     tile_rows=256,
     tile_cols=256,
-    banks=3,
+    banks=4,
     expert_slots=5,
     cache_rows=16,
     whole_sum_bytes=10**6,

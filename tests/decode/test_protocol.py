@@ -71,16 +71,13 @@ def a_wait_too_many(patch):
 
 
 def a_bank_refilled_early(patch):
-    use, release = Ring._use, Ring._release
+    wait, release = Ring._await, Ring._release
 
     def early(self, piece, start):
-        waited = dataclasses.replace(piece, last=False)
-        if piece.first:
-            self.copy(start + piece.tile).wait()
+        wait(self, piece, start)
         release(self, piece, start)
-        return use(self, dataclasses.replace(waited, first=False), start)
 
-    patch.setattr(Ring, "_use", early)
+    patch.setattr(Ring, "_await", early)
     patch.setattr(Ring, "_release", lambda self, piece, start: None)
     return "used while a copy to it is on its way"
 

@@ -47,7 +47,7 @@ def matrices():
 @pytest.fixture(scope="module")
 def example():
     rng = np.random.default_rng(0)
-    part = layout(matrices(), TILE_ROWS, TILE_COLS)
+    part = layout(matrices(), TILE_ROWS, TILE_COLS, together=1)
     values = {m.name: rng.integers(-3, 4, (m.depth, m.width)).astype(np.float64) for m in matrices()}
     return part, values, fill(part, values, TILE_ROWS, TILE_COLS, np.float32).astype(np.float64)
 
@@ -73,24 +73,26 @@ def parts() -> list:
     for size, tape in (("tiny", small), ("k3", full)):
         for name in ("kda", "mla", "dense", "moe", "head"):
             params.append(pytest.param(getattr(tape, name), tape.config.blocks.tile_rows, id=f"{size}-{name}"))
-    return [*params, pytest.param(layout(matrices(), TILE_ROWS, TILE_COLS), TILE_ROWS, id="shapes")]
+    return [
+        *params,
+        *(pytest.param(layout(matrices(), TILE_ROWS, TILE_COLS, n), TILE_ROWS, id=f"shapes-{n}") for n in (1, 3)),
+    ]
 
 
 @pytest.mark.parametrize(("part", "tile_rows"), parts())
 def test_tiles_come_and_go_in_order(part, tile_rows):
     """A tile is waited for once, before its rows are used, and let go once, after them; tiles are never left unused."""
     pieces = [piece for block in part.blocks for piece in block.pieces]
-    assert [p.tile for p in pieces if p.first] == list(range(part.tiles))
-    assert [p.tile for p in pieces if p.last] == list(range(part.tiles))
+    assert [tile for p in pieces for tile in p.awaited] == list(range(part.tiles))
+    assert [tile for p in pieces for tile in p.freed] == list(range(part.tiles))
     held, end = set(), (0, 0)
     for p in pieces:
-        assert p.first != (p.tile in held)
-        held.add(p.tile)
+        held |= {*p.awaited}
+        assert p.tile in held
         assert (p.tile, p.row) >= end and p.row + p.rows <= tile_rows
         assert p.row % 16 == 0 and (p.start % LANES == 0 or p.rows < LANES)
         end = (p.tile, p.row + p.rows)
-        if p.last:
-            held.remove(p.tile)
+        held -= {*p.freed}
     assert not held
 
 
@@ -105,6 +107,6 @@ def test_layers_follow_each_other():
 
 
 def test_weights_of_another_type_are_refused():
-    part = layout((Matrix("w", 128, 128),), 128, 128)
+    part = layout((Matrix("w", 128, 128),), 128, 128, together=1)
     with pytest.raises(PackError, match="w holds values that bfloat16 has not"):
         fill(part, {"w": np.full((128, 128), 1.001)}, 128, 128, "bfloat16")
