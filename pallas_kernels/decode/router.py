@@ -1,6 +1,6 @@
 """The router's choice: k experts per row, the lowest index first among equals, and their weights; both into SMEM.
 
-Every expert is compared with every other: how many come before it is its place. That is more arithmetic than taking the
+Experts are compared with each other: how many come before one is its place. That is no more arithmetic than taking the
 best k times, and no chain of k reductions over lanes, each of which waits for the one before.
 """
 
@@ -12,6 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.decode.config import LANES, round_up
 from pallas_kernels.decode.core import F32, I32, Core, joined, pad_lanes
 
+HIGHEST = lax.Precision.HIGHEST
+LOWEST = -1e30  # finite: it is multiplied by 0
+
 
 def choose(core: Core, logits, bias) -> None:
     """Top k of sigmoid(logits) + bias (logits [B, E], bias [1, E]) into `core.scalars`, [place, row].
@@ -22,7 +25,7 @@ def choose(core: Core, logits, bias) -> None:
     E = round_up(c.experts, LANES)
     p = pad_lanes(jax.nn.sigmoid(logits), E)
     real = lax.broadcasted_iota(I32, p.shape, 1) < c.experts
-    scores = jnp.where(real, p + pad_lanes(bias, E), -jnp.inf)
+    scores = jnp.where(real, p + pad_lanes(bias, E), LOWEST)
     chosen, weights = jnp.zeros(b.chosen.shape, I32), jnp.zeros(b.weights.shape, F32)
     for row in range(len(logits)):
         index, weight = best(c.top_k, scores[row : row + 1], p[row : row + 1], len(chosen))
@@ -41,24 +44,47 @@ def choose(core: Core, logits, bias) -> None:
 
 def best(k: int, scores, p, rows: int):
     """Of one row [1, E]: indices and p of the k best in the order of their places, [rows, 1] each."""
-    place = places(scores)
+    index = lax.broadcasted_iota(I32, scores.shape, 1).astype(F32)
+    if scores.shape[1] > LANES:
+        scores, index, p = _of_best_lanes(k, scores, index, p)
     j = lax.broadcasted_iota(I32, (rows, scores.shape[1]), 0)
-    here = (place == j) & (j < k)
-    expert = lax.broadcasted_iota(I32, here.shape, 1)
-    return (jnp.sum(jnp.where(here, x, jnp.zeros((), x.dtype)), axis=1, keepdims=True) for x in (expert, p))
+    here = (places(scores, index) == j) & (j < k)
+    index, p = (jnp.sum(jnp.where(here, x, 0.0), axis=1, keepdims=True) for x in (index, p))
+    return index.astype(I32), p
 
 
-def places(scores):
-    """How many come before each of [1, E]: [1, E] int32. Not numbers come before nobody and after nobody."""
-    tiles = [scores[:, i : i + LANES] for i in range(0, scores.shape[1], LANES)]
-    columns = [jnp.broadcast_to(x, (LANES, LANES)).T for x in tiles]
-    earlier = lax.broadcasted_iota(I32, (LANES, LANES), 0) < lax.broadcasted_iota(I32, (LANES, LANES), 1)
+def places(scores, index):
+    """How many of [1, n] come before each: [1, n] int32. Not numbers come before nobody and after nobody."""
+    tiles = list(zip(_tiles(scores), _tiles(index), strict=True))
+    columns = [[jnp.broadcast_to(x, (LANES, LANES)).T for x in tile] for tile in tiles]
 
-    def before(i, j):
-        """Which of tile i come before which of tile j."""
-        if i == j:
-            return (columns[i] > tiles[j]) | ((columns[i] == tiles[j]) & earlier)
-        return columns[i] >= tiles[j] if i < j else columns[i] > tiles[j]
+    def before(column, row):
+        return ((column[0] > row[0]) | ((column[0] == row[0]) & (column[1] < row[1]))).astype(I32)
 
-    counts = (sum(before(i, j).astype(I32) for i in range(len(tiles))) for j in range(len(tiles)))
+    counts = (sum(before(column, row) for column in columns) for row in tiles)
     return joined([jnp.sum(x, axis=0, keepdims=True) for x in counts], 1)
+
+
+def _of_best_lanes(k: int, *rows):
+    """Scores, indices and what else there is, [1, E] each, of the lanes in which the k best are: [1, k E / 128] in
+    whole tiles. Before an expert that is not in the k lanes with the best experts come the best of these lanes."""
+    scores, index = (_tiles(x) for x in rows[:2])
+    top, first = scores[0], index[0]
+    for s, i in zip(scores[1:], index[1:], strict=True):
+        first, top = jnp.where(s > top, i, first), jnp.where(s > top, s, top)
+    lane = lax.broadcasted_iota(I32, (round_up(k, 8), LANES), 0)
+    chosen = (places(top, first) == lane).astype(F32)
+
+    def of_lanes(x):
+        """A product with one 1 in every sum: exact."""
+        of_tiles = lax.dot_general(joined(_tiles(x), 0), chosen, (((1,), (1,)), ((), ())), precision=HIGHEST)
+        return joined([of_tiles[t : t + 1, :k] for t in range(len(of_tiles))], 1)
+
+    width = k * len(scores)
+    pad = ((0, 0), (0, round_up(width, LANES) - width))
+    scores, *others = (of_lanes(x) for x in rows)
+    return (jnp.pad(scores, pad, constant_values=-jnp.inf), *(jnp.pad(x, pad) for x in others))
+
+
+def _tiles(x) -> list:
+    return [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)]

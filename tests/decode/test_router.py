@@ -1,4 +1,4 @@
-"""The choice of experts, which compares every expert with every other, against `lax.top_k`."""
+"""The choice of experts by comparing them with each other, against `lax.top_k`."""
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,18 @@ def test_the_best_of_896(values):
     np.testing.assert_array_equal(weight[:, 0], p[0, expected])
 
 
-def test_places_are_a_permutation():
-    scores = jnp.asarray(np.random.default_rng(0).integers(0, 30, (1, E)), jnp.float32)
-    scores = scores.at[0, 500:].set(-jnp.inf)
-    np.testing.assert_array_equal(jnp.sort(places(scores)[0]), np.arange(E))
-    np.testing.assert_array_equal(places(scores)[0], jnp.argsort(jnp.argsort(-scores[0], stable=True)))
+@pytest.mark.parametrize("n", [128, 256])
+def test_places_are_a_permutation(n):
+    scores = jnp.asarray(np.random.default_rng(0).integers(0, 30, (1, n)), jnp.float32).at[0, 100:].set(-jnp.inf)
+    place = places(scores, jnp.arange(float(n))[None])
+    np.testing.assert_array_equal(place[0], jnp.argsort(jnp.argsort(-scores[0], stable=True)))
+
+
+def test_the_best_in_one_lane():
+    """Sixteen of 2,048 experts that share a lane, then one of another lane."""
+    scores = jnp.zeros((1, 2048)).at[0, 5::128].set(2.0).at[0, 1000].set(1.0)
+    index, _ = best(17, scores, scores, 24)
+    np.testing.assert_array_equal(index[:17, 0], [*range(5, 2048, 128), 1000])
 
 
 def test_rows_beyond_k_are_zero():
