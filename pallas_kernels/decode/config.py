@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 LANES = 128
-TOGETHER = 4
+TOGETHER = 6
 
 
 class DecodeConfigError(ValueError):
