@@ -42,6 +42,13 @@ def test_sums_of_eight_rows_travel_in_slices():
     assert max(exchange.sent(32) for exchange in eight.exchanges.values()) <= BLOCKS.whole_sum_bytes
 
 
+def test_sums_of_two_rows_travel_whole():
+    """6.6 us on the links, and an exchange less."""
+    two = k3(rows=2)
+    assert two.sum_exchanges("mixer_sum") == ("mixer_sum",)
+    assert len(two.layer_exchanges(LayerKind(mla=True, moe=True))) == 5
+
+
 def test_a_cut_cache_costs_two_exchanges():
     cut = k3(cache_ranks=32, capacity=2**20)
     assert len(cut.mixer_exchanges(True)) == len(k3().mixer_exchanges(True)) + 2
