@@ -267,7 +267,7 @@ def rows_of_others_are_added(monkeypatch):
     ],
 )
 def test_a_mistake_fails(mistake, monkeypatch, small_blocks, interpreted):
-    product, sizes = mistake(monkeypatch), SIZES["borders-inside"]
+    product, sizes = mistake(monkeypatch), SIZES["empty-groups"]  # of which one is a large window and a small one
     given = arrays(sizes)
     with pytest.raises(AssertionError):
         assert_close(product, run(product, sizes, given), loop(product, sizes, given), 1e-6)
