@@ -13,6 +13,15 @@ from pallas_kernels.decode.config import LANES
 from pallas_kernels.decode.core import F32, Core
 
 HIGHEST = lax.Precision.HIGHEST
+LOWEST = -1e30
+
+
+def empty_bank(core: Core) -> None:
+    """For layer 0's attention, at site 0: nothing but r."""
+    b = core.buffers
+    b.bank[...], b.summary[0] = jnp.zeros_like(b.bank), jnp.zeros(b.summary.shape[1:], F32)
+    lane = lax.broadcasted_iota(jnp.int32, b.summary_scores.shape[1:], 1)
+    b.summary_scores[0] = jnp.where(lane < LANES, LOWEST, 0.0)
 
 
 def start_block(core: Core, block) -> None:
@@ -49,7 +58,7 @@ def start_block(core: Core, block) -> None:
 
 
 def mix(core: Core, site):
-    """Phase 2 at site number `site` in reading order, but for layer 0's attention (which is number -1 here): [B, D]."""
+    """Phase 2 at site number `site` in reading order, in which layer 0's attention, with no bank, has none: [B, D]."""
     b, sites = core.buffers, 2 * core.config.attn_res_block
     place = lax.rem(site, sites)
     key = b.keys[lax.rem(lax.div(site, sites), 2), pl.ds(place, 1), :]
@@ -59,4 +68,5 @@ def mix(core: Core, site):
     peak, weight = b.summary_scores[place, :, :1], b.summary_scores[place, :, LANES : LANES + 1]
     top = jnp.maximum(peak, s)
     old, new = jnp.exp(peak - top), jnp.exp(s - top)
-    return (old * b.summary[place] + new * r) / (old * weight + new)
+    total = old * weight + new
+    return (old / total) * b.summary[place] + (new / total) * r

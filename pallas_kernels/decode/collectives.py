@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.decode.core import F32, pad_lanes
+from pallas_kernels.decode.core import F32, joined, pad_lanes
 from pallas_kernels.decode.plan import Plan
 
 
@@ -91,15 +91,20 @@ class Links:
         buffer = getattr(self.buffers, name)
         return jnp.concatenate([buffer[n, :, lane : lane + width] for n in range(self.ranks)], axis=1)
 
+    def whole(self, name: str, size: int):
+        """A finished vector [rows, size] of which every rank has its `columns`."""
+        buffer, width = getattr(self.buffers, name), self.plan.config.columns(size)
+        return joined([buffer[n, :, : min(width, size - n * width)] for n in range(-(-size // width))], 1)
+
     def start_sum(self, name: str, part) -> None:
         """Send a partial sum [B, D], rounded: to all, or to each its slice."""
         part, slices = part.astype(self.plan.config.dtype), f"{name}_slices"
         if slices not in self.plan.exchanges:
             self.start(name, halves(part))
             return
-        width, lanes = part.shape[1] // self.ranks, self.plan.exchanges[slices].shape[1]
-        cut = [part[:, n * width : (n + 1) * width] for n in range(self.ranks)]
-        self.start_each(slices, [pad_lanes(x, lanes) for x in cut])
+        lanes = self.plan.exchanges[slices].shape[1]
+        part = pad_lanes(part, lanes * self.ranks)
+        self.start_each(slices, [part[:, n * lanes : (n + 1) * lanes] for n in range(self.ranks)])
 
     def finish_sum(self, name: str, width: int):
         """The sum [B, width] of all ranks' parts, in float32."""
@@ -108,7 +113,7 @@ class Links:
             return unhalved(self._added(self.finish(name)))
         self.start(total, self._added(self.finish(slices)))
         self.finish(total)
-        return self.gathered(total, width // self.ranks)
+        return self.whole(total, width)
 
     def _added(self, buffer):
         return sum((buffer[n].astype(F32) for n in range(1, self.ranks)), buffer[0].astype(F32))

@@ -168,6 +168,11 @@ class DecodeConfig:
         """What one rank holds of so many."""
         return size // self.ranks
 
+    def columns(self, size: int) -> int:
+        """How many numbers of a vector a rank holds where they are put side by side again: whole lanes. The last ranks
+        then have fewer, or none."""
+        return round_up(self.share(size), LANES)
+
     @property
     def kda_layers(self) -> tuple[int, ...]:
         return tuple(i for i, kind in enumerate(self.layers) if not kind.mla)

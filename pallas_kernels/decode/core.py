@@ -65,7 +65,7 @@ def semaphores(plan: Plan) -> dict[str, int]:
         **{name: 2 for name in pairs},
         "latent_back": 1,
         "embed": plan.config.rows,
-        "scalars": 2,
+        "scalars": 1,
     }
 
 

@@ -25,7 +25,7 @@ def embed(core: Core, links: Links) -> None:
     part = jnp.concatenate(rows, axis=0).astype(F32)
     links.start("hidden", part[:, : core.plan.exchanges["hidden"].shape[1]])
     links.finish("hidden")
-    b.residual[...] = links.gathered("hidden", c.share(c.hidden))
+    b.residual[...] = links.whole("hidden", c.hidden)
 
 
 def choose(core: Core, ring: Ring, links: Links, x, logits_out, token_out) -> None:

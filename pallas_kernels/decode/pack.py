@@ -81,6 +81,12 @@ class Packer:
     def cut(self, array: np.ndarray, axis: int) -> np.ndarray:
         return _cut(array, axis, self.rank, self.config.ranks)
 
+    def columns(self, array: np.ndarray) -> np.ndarray:
+        """This rank's `columns` of the last axis, zeros behind its end."""
+        width = self.config.columns(array.shape[-1])
+        mine = array[..., self.rank * width : (self.rank + 1) * width]
+        return np.pad(mine, [(0, 0)] * (array.ndim - 1) + [(0, width - mine.shape[-1])])
+
     def kda(self, w: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
         flat = lambda name: self.cut(w(name), 1).reshape(w(name).shape[0], -1)  # noqa: E731
         return {
@@ -110,11 +116,11 @@ class Packer:
 
     def moe(self, w: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
         return {
-            "down": self.cut(w("latent_down"), 1),
+            "down": self.columns(w("latent_down")),
             "router": self.cut(w("router"), 1),
             "shared_in": np.concatenate([self.cut(w("shared.gate"), 1), self.cut(w("shared.up"), 1)], axis=1),
-            "shared_out": self.cut(w("shared.down"), 1),
-            "up": self.cut(w("latent_up"), 1),
+            "shared_out": self.columns(w("shared.down")),
+            "up": self.columns(w("latent_up")),
         }
 
     def mixer(self, named: Named, layer: int) -> np.ndarray:
@@ -191,7 +197,7 @@ class Packer:
 
     def embed(self, named: Named) -> np.ndarray:
         out = np.zeros(self.plan.weights["embed"].shape, self.config.dtype)
-        share = self.cut(named["embed"], 1)
+        share = self.columns(named["embed"])
         out.reshape(len(out), -1)[:, : share.shape[1]] = share
         return out
 

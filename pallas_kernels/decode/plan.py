@@ -72,12 +72,12 @@ class Plan:
         B, heads = c.rows, share(c.mla.heads)
         down = share(c.mla.q_rank) + share(c.mla.kv_rank + c.mla.pe)
         every = (
-            Exchange("hidden", (B, round_up(share(c.hidden), LANES)), F32),
+            Exchange("hidden", (B, c.columns(c.hidden)), F32),
             *self._sum("mixer_sum", c.hidden),
             *self._sum("dense_sum", c.hidden),
-            Exchange("route", (B, round_up(share(c.moe.experts), LANES)), F32),
-            Exchange("latents", (B, round_up(share(c.moe.latent), LANES)), F32),
-            Exchange("shared", (B, round_up(share(c.moe.shared), LANES)), F32),
+            Exchange("route", (B, c.columns(c.moe.experts)), F32),
+            Exchange("latents", (B, c.columns(c.moe.latent)), F32),
+            Exchange("shared", (B, c.columns(c.moe.shared)), F32),
             *self._sum("latent_sum", c.moe.latent),
             Exchange("mla_down", (B, round_up(down, LANES)), F32),
             Exchange("queries", (B * heads, c.key_width), c.dtype),
@@ -93,7 +93,7 @@ class Plan:
         whole = Exchange(name, (2 * B, width // 2), c.dtype)
         if whole.sent(c.ranks) <= c.blocks.whole_sum_bytes:
             return (whole,)
-        lanes = round_up(c.share(width), LANES)
+        lanes = c.columns(width)
         return Exchange(f"{name}_slices", (B, lanes), c.dtype, to_each=True), Exchange(f"{name}_total", (B, lanes), F32)
 
     def sum_exchanges(self, name: str) -> tuple[str, ...]:
@@ -192,7 +192,6 @@ class Plan:
             "latent": of((2, b.cache_rows, c.key_width), c.dtype),
             "attended": of((B * c.query_heads, c.mla.kv_rank + LANES), F32),
             "residual": of((B, D), F32),
-            "change": of((B, D), F32),
             "bank": of((B, c.attn_res_blocks, D), F32),
             "summary": of((sites, B, D), F32),
             "summary_scores": of((sites, B, 2 * LANES), F32),

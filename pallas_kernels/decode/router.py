@@ -16,30 +16,40 @@ HIGHEST = lax.Precision.HIGHEST
 LOWEST = -1e30  # finite: it is multiplied by 0
 
 
-def choose(core: Core, logits, bias) -> None:
-    """Top k of sigmoid(logits) + bias (logits [B, E], bias [1, E]) into `core.scalars`, [place, row].
-
-    The bias decides who is chosen and never enters the weights (report Eq. 13).
-    """
-    c, b, s = core.config.moe, core.buffers, core.scalars
+def choose(core: Core, logits, bias):
+    """Top k of sigmoid(logits) + bias (logits [B, E], bias [1, E]) into SMEM, [place, row]. Returns what `weigh` takes:
+    the experts' records are on their way meanwhile."""
+    c = core.config.moe
     E = round_up(c.experts, LANES)
     p = pad_lanes(jax.nn.sigmoid(logits), E)
     real = lax.broadcasted_iota(I32, p.shape, 1) < c.experts
     scores = jnp.where(real, p + pad_lanes(bias, E), LOWEST)
-    chosen, weights = jnp.zeros(b.chosen.shape, I32), jnp.zeros(b.weights.shape, F32)
-    for row in range(len(logits)):
-        index, weight = best(c.top_k, scores[row : row + 1], p[row : row + 1], len(chosen))
-        if c.renormalize:
-            weight = weight / (jnp.sum(weight, axis=0, keepdims=True) + 1e-20)
-        here = lax.broadcasted_iota(I32, chosen.shape, 1) == row
-        chosen, weights = jnp.where(here, index, chosen), jnp.where(here, weight * c.scale, weights)
-    b.chosen[...], b.weights[...] = jnp.minimum(chosen, c.experts - 1), weights
-    ends = enumerate(((b.chosen, s.chosen), (b.weights, s.weights)))
-    copies = [pltpu.make_async_copy(*end, core.semaphores.scalars.at[number]) for number, end in ends]
-    for copy in copies:
-        copy.start()
-    for copy in copies:
-        copy.wait()
+    picks = [best(c.top_k, scores[row : row + 1], p[row : row + 1], len(core.buffers.chosen)) for row in range(len(p))]
+    indices, weights = zip(*picks, strict=True)
+    _to_scalars(core, "chosen", jnp.minimum(_side_by_side(indices), c.experts - 1))
+    return weights
+
+
+def weigh(core: Core, weights) -> None:
+    """Their weights into SMEM: p, which the bias never enters (report Eq. 13)."""
+    c = core.config.moe
+    if c.renormalize:
+        weights = [p / (jnp.sum(p, axis=0, keepdims=True) + 1e-20) for p in weights]
+    _to_scalars(core, "weights", _side_by_side(weights) * c.scale)
+
+
+def _side_by_side(columns):
+    """[places, 1] of every row -> [places, 128]."""
+    lane = lax.broadcasted_iota(I32, (len(columns[0]), LANES), 1)
+    return sum(jnp.where(lane == row, column, jnp.zeros((), column.dtype)) for row, column in enumerate(columns))
+
+
+def _to_scalars(core: Core, name: str, values) -> None:
+    buffer = getattr(core.buffers, name)
+    buffer[...] = values
+    copy = pltpu.make_async_copy(buffer, getattr(core.scalars, name), core.semaphores.scalars.at[0])
+    copy.start()
+    copy.wait()
 
 
 def best(k: int, scores, p, rows: int):

@@ -34,7 +34,7 @@ def _step(core: Core, ring: Ring, links: Links, out) -> None:
     for name in ("vectors", "keys", *kda.STATE):
         core.load(name, 0).start()
     core.load("keys", 0).wait()
-    b.bank[...] = jnp.zeros_like(b.bank)
+    attn_res.empty_bank(core)
     head.embed(core, links)
     pl.loop(0, len(c.layers))(partial(_layer, core, ring, links))
     kda.finish(core)
@@ -54,7 +54,7 @@ def _layer(core: Core, ring: Ring, links: Links, layer) -> None:
     weight = lambda name: vectors[VECTORS.index(name) : VECTORS.index(name) + 1]  # noqa: E731
     first = lax.rem(layer, c.attn_res_block) == 0
 
-    h = jnp.where(layer == 0, b.residual[...], attn_res.mix(core, jnp.maximum(2 * layer - 1, 0)))
+    h = attn_res.mix(core, jnp.maximum(2 * layer - 1, 0))
     x = rms(h, c.norm_eps, c.own.hidden) * weight("attn_norm")
     pl.when(is_mla == 0)(lambda: kda.mixer(core, ring, links, x, kda_number, mixer_start))
     pl.when(is_mla == 1)(lambda: mla.mixer(core, ring, links, x, vectors, mla_number, mixer_start))
@@ -64,7 +64,6 @@ def _layer(core: Core, ring: Ring, links: Links, layer) -> None:
     x = rms(attn_res.mix(core, 2 * layer), c.norm_eps, c.own.hidden) * weight("ffn_norm")
     pl.when(is_moe == 0)(lambda: channels.dense(core, ring, links, x, channels_start))
     pl.when(is_moe == 1)(lambda: channels.latent_moe(core, ring, links, x, vectors, moe_number, channels_start))
-    b.residual[...] = b.residual[...] + b.change[...]
 
 
 def _vectors(core: Core, layer):

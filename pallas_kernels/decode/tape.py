@@ -172,10 +172,10 @@ def moe_matrices(config: DecodeConfig) -> tuple[Matrix, ...]:
     D, s = config.hidden, config.moe
     return (
         Matrix("router", D, config.share(s.experts), transposed=True),
-        Matrix("down", D, config.share(s.latent)),
+        Matrix("down", D, config.columns(s.latent)),
         Matrix("shared_in", D, 2 * config.share(s.shared)),
-        Matrix("shared_out", s.shared, config.share(D)),
-        Matrix("up", s.latent, config.share(D)),
+        Matrix("shared_out", s.shared, config.columns(D)),
+        Matrix("up", s.latent, config.columns(D)),
     )
 
 

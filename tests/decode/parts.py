@@ -60,12 +60,13 @@ class Parts:
         def run(core, ring, links, out):
             links.barrier()
             banks = self.config.blocks.banks
+            core.buffers.residual[...] = jnp.zeros_like(core.buffers.residual)
             for tile in range(banks):
                 ring.copy(start + tile).start()
             body(core, ring, links, jnp.int32(start))
             for tile in range(banks):
                 ring.copy(start + part.tiles + tile).wait()
-            out.logits[:, : self.config.hidden] = core.buffers.change[...]
+            out.logits[:, : self.config.hidden] = core.buffers.residual[...]
 
         return run
 
@@ -110,7 +111,7 @@ class Parts:
                 lanes = self.plan.exchanges["hidden"].shape[1]
                 links.start("hidden", jnp.full((c.rows, lanes), mine))
                 links.finish("hidden")
-                total = total + links.gathered("hidden", c.share(c.hidden))
+                total = total + links.whole("hidden", c.hidden)
                 if c.cache_ranks > 1:
                     shape = self.plan.exchanges["contexts"].shape
                     links.start_each("contexts", [jnp.full(shape, 10.0 * mine + n) for n in range(c.ranks)])
@@ -132,7 +133,7 @@ class Parts:
                 core.load(name, number).start()
                 core.store(name, number - 1).start() if name != "heads" else None
             kda.mixer(core, ring, links, self.x, jnp.int32(number), start)
-            core.buffers.change[...] = links.finish_sum("mixer_sum", self.config.hidden)
+            core.buffers.residual[...] = links.finish_sum("mixer_sum", self.config.hidden)
             for name in kda.STATE:
                 core.load(name, number + 1).wait()
             for name in ("S", "conv"):
@@ -153,7 +154,7 @@ class Parts:
             vectors.start()
             vectors.wait()
             mla.mixer(core, ring, links, self.x, core.buffers.vectors[MLA_LAYER % 2], number, start)
-            core.buffers.change[...] = links.finish_sum("mixer_sum", self.config.hidden)
+            core.buffers.residual[...] = links.finish_sum("mixer_sum", self.config.hidden)
 
         have, caches = self.run(self.with_tiles(tape.starts[MLA_LAYER][0], tape.mla, body))
         want, after = self.reference.mla(self.layer(MLA_LAYER), self.x, self.caches, MLA_LAYER)
