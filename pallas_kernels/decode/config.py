@@ -2,8 +2,8 @@
 
 Letters, here and in all of the folder: B rows of a step, P slots of the caches, D model width, N ranks, n an index of
 one; H heads of the model, h of one rank; K key width of KDA, W taps of its convolution; Q query rank, C latent rank,
-R extra key, V value width of MLA; E experts, k of them per token, L latent width, F expert width, S layers of a block of
-AttnRes.
+R extra key, V value width of MLA; E experts, k of them per token, L latent width, F expert width, S layers of an
+AttnRes block.
 """
 
 from dataclasses import dataclass
