@@ -54,7 +54,10 @@ def decode_program(plan: Plan, mesh: Mesh, steps: int) -> Callable:
 
 def verify_program(plan: Plan, mesh: Mesh) -> Callable:
     """A compiled function of (weights, caches, token [B], position [B], slots): one step of rows that stand where
-    `slots.together` says. XLA copies the caches at both ends of a call. Returns the greedy tokens [B] after each row, logits and caches as `decode_program`."""
+    `slots.together` says. Returns the greedy tokens [B] after each row, logits and caches as `decode_program`.
+
+    XLA copies the caches at both ends of every call.
+    """
 
     def local(weights: dict, caches: dict, token: Int[Array, " B"], position: Int[Array, " B"], slots: Slots):
         out, caches = decode_step(plan, token, position, slots, weights, caches)

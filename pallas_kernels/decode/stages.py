@@ -211,9 +211,9 @@ class StepProgram:
         return 4 * rows * lanes
 
     @property
-    def _states(self) -> float:
+    def _states(self) -> int:
         """Read or written per layer."""
-        return Ledger(self.plan).states if self.plan.config.kda_layers else 0.0
+        return Ledger(self.plan).states
 
     def _small(self, layer: int, kind: LayerKind) -> float:
         """What is fetched a layer ahead, and waited for by nobody here: vectors, states both ways, keys of a block."""
