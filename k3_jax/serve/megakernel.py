@@ -24,7 +24,7 @@ from k3_jax.serve.decode import ENDED, GREEDY, stop_array
 from k3_jax.serve.inputs import check_vocabulary
 from k3_jax.serve.packed import Packed
 from k3_jax.serve.sampling import NOT_FINITE, Sampler, SamplingConfig, choose
-from pallas_kernels.decode import AXIS, Plan, decode_step
+from pallas_kernels.decode import AXIS, Plan, decode_step, independent
 
 STEPS = 16  # of one call
 NONE = -1  # in place of a given token
@@ -51,7 +51,7 @@ def steps_program(plan: Plan, mesh: Mesh, steps: int) -> Callable:
     NOT_FINITE where logits are NaN, which ends the row. Rows are donated.
     """
     ranks, alike = PartitionSpec(AXIS), PartitionSpec()
-    of_rows = Rows(ranks, alike, alike, alike, alike)
+    of_rows, slots = Rows(ranks, alike, alike, alike, alike), independent(plan.config.rows)
 
     def local(weights: dict, rows: Rows, given, sampler: Sampler, stop):
         weights, caches = ({name: x[0] for name, x in group.items()} for group in (weights, rows.caches))
@@ -61,7 +61,7 @@ def steps_program(plan: Plan, mesh: Mesh, steps: int) -> Callable:
             token = jnp.where(given[i] == NONE, rows.token, given[i])
             live = (given[i] != NONE) | rows.alive
             position = jnp.where(live, rows.position, -1)
-            out, caches = decode_step(plan, jnp.where(live, token, 0), position, weights, rows.caches)
+            out, caches = decode_step(plan, jnp.where(live, token, 0), position, slots, weights, rows.caches)
             logits = jax.lax.all_gather(out["logits"], AXIS, axis=1, tiled=True)
             rows = Rows(caches, token, rows.position + live, rows.alive, rows.left)
             rows = _choose(logits, rows, live & (given[i + 1] == NONE), sampler, stop)

@@ -49,6 +49,7 @@ def decode_config(
     cache_ranks: int = 1,
     blocks: Blocks = BLOCKS,
     dtype: DTypeLike = jnp.bfloat16,
+    slots: int | None = None,
 ) -> DecodeConfig:
     """The kernel's configuration of a model. Raises ConfigError where the kernel cannot be built for it."""
     own, config = _widths(config), widened(config, ranks)
@@ -89,6 +90,7 @@ def decode_config(
             cache_ranks=cache_ranks,
             blocks=blocks,
             dtype=dtype,
+            slots=slots,
         )
     except DecodeConfigError as error:
         raise ConfigError(str(error)) from None

@@ -12,7 +12,7 @@ def to_ranks(plan: Plan, caches: Caches) -> dict[str, Array]:
     """Heads are cut over the ranks; of latents every rank has its tiles (tile t is rank t % cache_ranks's)."""
     c = plan.config
     S = _cut_heads(caches.S, 2, c.ranks)
-    conv = jnp.moveaxis(caches.conv, 4, 2)  # [layers, B, H, W - 1, 3, K]
+    conv = jnp.moveaxis(caches.conv, 4, 2)  # [layers, P, H, W - 1, 3, K]
     conv = _cut_heads(conv.reshape(*conv.shape[:3], -1, conv.shape[-1]), 2, c.ranks)
     rows = plan.caches["conv"].shape[3] - conv.shape[4]
     conv = jnp.pad(conv, ((0, 0),) * 4 + ((0, rows), (0, 0)))
@@ -26,13 +26,13 @@ def to_ranks(plan: Plan, caches: Caches) -> dict[str, Array]:
 def from_ranks(plan: Plan, ranks: dict[str, Array]) -> Caches:
     """The inverse; of latents that every rank holds, those of rank 0."""
     c = plan.config
-    S, conv = (jnp.moveaxis(ranks[name], 0, 2) for name in ("S", "conv"))  # [layers, B, N, h, ...]
+    S, conv = (jnp.moveaxis(ranks[name], 0, 2) for name in ("S", "conv"))  # [layers, P, N, h, ...]
     S, conv = (x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in (S, conv))
     past = 3 * (c.kda.conv_width - 1)
     conv = conv[:, :, :, :past].reshape(*conv.shape[:3], -1, 3, conv.shape[-1])
     latent = ranks["latent"][: c.cache_ranks].astype(jnp.float32)
     latent = latent.reshape(*latent.shape[:3], -1, c.blocks.cache_rows, c.key_width)
-    latent = jnp.moveaxis(latent, 0, 3)  # [layers, B, tiles of a rank, ranks, rows, width]
+    latent = jnp.moveaxis(latent, 0, 3)  # [layers, P, tiles of a rank, ranks, rows, width]
     latent = latent.reshape(*latent.shape[:2], c.capacity, c.key_width)[..., : c.mla.kv_rank + c.mla.pe]
     return Caches(S, jnp.moveaxis(conv, 2, 4), latent)
 

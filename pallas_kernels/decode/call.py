@@ -14,6 +14,7 @@ from pallas_kernels.decode.collectives import Links
 from pallas_kernels.decode.core import I32, Core, semaphores
 from pallas_kernels.decode.plan import Plan
 from pallas_kernels.decode.ring import Ring
+from pallas_kernels.decode.slots import Slots
 
 AXIS = "ranks"
 COLLECTIVE_ID = 7
@@ -23,7 +24,13 @@ Body = Callable[[Core, Ring, Links, SimpleNamespace], None]
 
 
 def call(
-    plan: Plan, body: Body, token: Int[Array, " B"], position: Int[Array, " B"], weights: dict, caches: dict
+    plan: Plan,
+    body: Body,
+    token: Int[Array, " B"],
+    position: Int[Array, " B"],
+    slots: Slots,
+    weights: dict,
+    caches: dict,
 ) -> tuple[dict, dict]:
     """body(core, ring, links, out) on one rank, inside a `shard_map` over `AXIS`: (outputs, caches) as in `plan`.
 
@@ -31,7 +38,7 @@ def call(
     """
     table = jnp.asarray(plan.layer_table, I32)
     smem, hbm, vmem = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.HBM, pltpu.VMEM))
-    scalars = (table, token, position)
+    scalars = (table, token, position, *slots)
     weights = {name: weights[name] for name in plan.weights}
     caches = {name: caches[name] for name in plan.caches}
     first = len(scalars) + len(weights)
@@ -83,6 +90,7 @@ def _named(names: Iterable[str], refs: list) -> SimpleNamespace:
 
 
 def _kernel(plan: Plan, body: Body, table, token, position, *refs) -> None:
+    slots, refs = Slots(*refs[: len(Slots._fields)]), refs[len(Slots._fields) :]
     kinds = (plan.weights, plan.caches, plan.outputs, plan.caches, plan.buffers, plan.exchange_buffers)
     kinds = (*kinds, SCALARS, semaphores(plan))
     weights, _, outputs, caches, buffers, exchanges, scalars, copies, links = _split(refs, tuple(map(len, kinds)))
@@ -93,6 +101,7 @@ def _kernel(plan: Plan, body: Body, table, token, position, *refs) -> None:
         table,
         token,
         position,
+        slots,
         _named(plan.weights, weights),
         _named(plan.caches, caches),
         _named(plan.buffers, buffers),

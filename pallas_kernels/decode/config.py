@@ -1,8 +1,9 @@
 """What the decode megakernel is compiled for: a K3-family architecture, the ranks it is cut over, its block sizes.
 
-Letters, here and in all of the folder: B rows, D model width, N ranks, n an index of one; H heads of the model, h of
-one rank; K key width of KDA, W taps of its convolution; Q query rank, C latent rank, R extra key, V value width of
-MLA; E experts, k of them per token, L latent width, F expert width, S layers of an AttnRes block.
+Letters, here and in all of the folder: B rows of a step, P slots of the caches, D model width, N ranks, n an index of
+one; H heads of the model, h of one rank; K key width of KDA, W taps of its convolution; Q query rank, C latent rank,
+R extra key, V value width of MLA; E experts, k of them per token, L latent width, F expert width, S layers of an
+AttnRes block.
 """
 
 from dataclasses import dataclass
@@ -100,9 +101,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`capacity` is in tokens per row. `cache_ranks`: over how many ranks a row's latent cache is cut, 1 (each rank
-    holds all of it: two exchanges fewer per MLA layer) or all of them. `dtype` is that of dense weights, activations
-    and partial sums; float32 is for tests."""
+    """`capacity` is in tokens per slot of the caches. `cache_ranks`: over how many ranks a slot's latents are cut, 1
+    (each rank holds all of them: two exchanges fewer per MLA layer) or all of them. `dtype` is that of dense weights,
+    activations and partial sums; float32 is for tests. `slots` of the caches: None are as many as rows; snapshots of
+    states need more (`slots.py`)."""
 
     hidden: int
     vocab: int
@@ -122,6 +124,7 @@ class DecodeConfig:
     cache_ranks: int
     blocks: Blocks
     dtype: DTypeLike = jnp.bfloat16
+    slots: int | None = None
 
     def __post_init__(self):
         _require(self.ranks >= 2, "ranks", self.ranks, "at least 2")
@@ -148,6 +151,7 @@ class DecodeConfig:
         per_rank = self.moe.expert // self.ranks
         _require(per_rank % 32 == 0, "moe.expert / ranks", per_rank, "a multiple of 32: MXFP4's groups stay whole")
         _require(1 <= self.rows <= 8, "rows", self.rows, "1 to 8")
+        _require(self.cache_slots >= self.rows, "slots", self.slots, f"at least {self.rows}, the rows of a step")
         _require(self.blocks.expert_slots >= 2, "blocks.expert_slots", self.blocks.expert_slots, "at least 2")
         _require(self.cache_ranks in (1, self.ranks), "cache_ranks", self.cache_ranks, f"1 or ranks = {self.ranks}")
         tile = self.blocks.cache_rows * self.cache_ranks
@@ -163,6 +167,10 @@ class DecodeConfig:
     def precision(self) -> lax.Precision:
         """Of products: a TPU's default for float32 would be one pass of bfloat16."""
         return lax.Precision.HIGHEST if self.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+    @property
+    def cache_slots(self) -> int:
+        return self.rows if self.slots is None else self.slots
 
     def share(self, size: int) -> int:
         """What one rank holds of so many."""
@@ -201,7 +209,7 @@ class DecodeConfig:
 
     @property
     def cache_length(self) -> int:
-        """Tokens of a row on one rank."""
+        """Tokens of a slot on one rank."""
         return self.capacity // self.cache_ranks
 
 

@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode.config import DecodeConfig
 from pallas_kernels.decode.plan import Plan
+from pallas_kernels.decode.slots import Slots
 
 F32, I32 = jnp.float32, jnp.int32
 
@@ -17,13 +18,15 @@ F32, I32 = jnp.float32, jnp.int32
 @dataclass(frozen=True)
 class Core:
     """One rank inside of the kernel. `weights` and `caches` are in HBM, `buffers` in VMEM, `semaphores` those of local
-    copies; `table` [L, ...], `token`, `position` [B] and `scalars` (chosen experts, their weights) are in SMEM."""
+    copies; `table` [L, ...], `token`, `position`, `slots` [B] each and `scalars` (chosen experts, their weights) are in
+    SMEM."""
 
     plan: Plan
     rank: jax.Array
     table: object
     token: object
     position: object
+    slots: Slots
     weights: SimpleNamespace
     caches: SimpleNamespace
     buffers: SimpleNamespace
@@ -39,16 +42,9 @@ class Core:
         return x.astype(self.config.dtype).astype(F32)
 
     def load(self, name: str, index):
-        """Array `index` of a stack in HBM, into one of its two places in VMEM."""
-        source = getattr(self.weights, name) if hasattr(self.weights, name) else getattr(self.caches, name)
-        place, semaphore = lax.rem(index, 2), getattr(self.semaphores, name)
+        """Weights `index` of a stack in HBM, into one of their two places in VMEM."""
+        source, place, semaphore = getattr(self.weights, name), lax.rem(index, 2), getattr(self.semaphores, name)
         return pltpu.make_async_copy(source.at[index], getattr(self.buffers, name).at[place], semaphore.at[place])
-
-    def store(self, name: str, index):
-        """The way back of a cache."""
-        place, semaphore = lax.rem(index, 2), getattr(self.semaphores, f"{name}_back")
-        target = getattr(self.caches, name).at[index]
-        return pltpu.make_async_copy(getattr(self.buffers, name).at[place], target, semaphore.at[place])
 
     def live(self, row: int):
         """Whether a row of the batch decodes in this step."""

@@ -22,13 +22,16 @@ BARRIER = "barrier"
 
 @dataclass(frozen=True)
 class Place:
-    """Entry `index` of a buffer's first axis, or all of it (None). `buffer` is the number of a kernel's argument."""
+    """Entry `index` of a buffer's first axis and `second` of its second one, or all of it (None). `buffer` is the
+    number of a kernel's argument."""
 
     buffer: int
     index: int | None
+    second: int | None = None
 
     def meets(self, other: "Place") -> bool:
-        return self.buffer == other.buffer and (None in (self.index, other.index) or self.index == other.index)
+        pairs = ((self.index, other.index), (self.second, other.second))
+        return self.buffer == other.buffer and all(None in pair or pair[0] == pair[1] for pair in pairs)
 
 
 @dataclass(frozen=True)
@@ -228,14 +231,18 @@ def _parts(ref) -> tuple[Ref, tuple]:
 
 
 def _place(ref: Ref, transforms) -> tuple[Ref, Place]:
-    """Where on the first axis: an integer, a slice of one, or any number of them."""
+    """Where on the first two axes."""
     if not transforms:
         return ref, Place(ref.number, None)
-    index = transforms[0].indices[0]
+    indices = zip(transforms[0].indices[:2], ref.aval.shape, strict=False)
+    return ref, Place(ref.number, *(_entry(index, size) for index, size in indices))
+
+
+def _entry(index, size: int) -> int | None:
+    """The only entry of an axis that an integer or a slice means, or None."""
     if hasattr(index, "size"):
-        single = index.size == 1 and isinstance(index.start, int) and ref.aval.shape[0] > 1
-        return ref, Place(ref.number, index.start if single else None)
-    return ref, Place(ref.number, None if isinstance(index, Unknown) else int(index))
+        return index.start if index.size == 1 and isinstance(index.start, int) and size > 1 else None
+    return None if isinstance(index, Unknown) else int(index)
 
 
 def _semaphore(ref: Ref, transforms) -> tuple:

@@ -46,15 +46,21 @@ class Ledger:
 
     @property
     def step(self) -> dict[str, int]:
-        """HBM traffic of a step over all ranks by kind of array, caches of empty contexts included."""
+        """HBM traffic of a step over all ranks by kind of array, caches of empty contexts included. The state of a row
+        is read and written once; one that goes on from the row before is written only."""
         c, plan = self.plan.config, self.plan
-        weights, caches = plan.weights, plan.caches
+        weights = plan.weights
         routed = len(c.moe_layers) * c.rows * c.moe.top_k * padded_bytes(_of(weights["experts"], 2))
         once = {name: padded_bytes(weights[name]) for name in ("tape", "vectors", "heads", "keys")}
         embed = c.rows * padded_bytes(_of(weights["embed"], 1))
-        states = 2 * (padded_bytes(caches["S"]) + padded_bytes(caches["conv"]))
+        states = 2 * len(c.kda_layers) * self.states
         one = once | {"experts": routed, "embed": embed, "states": states}
         return {name: c.ranks * size for name, size in one.items()}
+
+    @property
+    def states(self) -> int:
+        """Of all rows in one KDA layer."""
+        return self.plan.config.rows * sum(padded_bytes(_of(self.plan.caches[name], 2)) for name in ("S", "conv"))
 
     @property
     def step_bytes(self) -> int:

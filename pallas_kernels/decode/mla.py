@@ -3,6 +3,9 @@
 Query and latent come from matrices whose outputs every rank needs (`mla_down`). Then each rank either attends with its
 own heads to the whole cache, or, with a cache that is cut over the ranks, with all heads to its tiles of it: queries
 travel, and sums with their peaks travel back and are merged by log-sum-exp.
+
+Rows are taken in their order, each after the latent of the row before has reached its slot in HBM: a row of the same
+sequence finds it there, also in the tile that it adds its own to.
 """
 
 import jax
@@ -125,7 +128,7 @@ def _attend_row(core: Core, q, latent, number, row: int):
     count = jnp.where(position < 0, 0, lax.div(newest + c.cache_ranks - first, c.cache_ranks))
 
     def copy(j):
-        source = core.caches.latent.at[number, row, pl.ds(pl.multiple_of(j * size, size), size)]
+        source = core.caches.latent.at[number, core.slots.latent[row], pl.ds(pl.multiple_of(j * size, size), size)]
         return pltpu.make_async_copy(source, b.latent.at[lax.rem(j, 2)], core.semaphores.latent.at[lax.rem(j, 2)])
 
     @pl.when(count > 0)
@@ -177,7 +180,7 @@ def _append(core: Core, latent, number, row: int, tile, offset) -> None:
 
 def _back(core: Core, number, row: int, place, group, start):
     """Some rows of a tile in VMEM to the cache."""
-    target = core.caches.latent.at[number, row, pl.ds(start, SUBLANES)]
+    target = core.caches.latent.at[number, core.slots.latent[row], pl.ds(start, SUBLANES)]
     source = core.buffers.latent.at[place, pl.ds(group, SUBLANES)]
     return pltpu.make_async_copy(source, target, core.semaphores.latent_back.at[0])
 

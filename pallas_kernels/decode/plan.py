@@ -144,14 +144,14 @@ class Plan:
 
     @cached_property
     def caches(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of one rank, for all rows. `S` and `conv` are those of `nn.kda.KDAState`, with heads before taps."""
+        """Of one rank, for all slots. `S` and `conv` are those of `nn.kda.KDAState`, with heads before taps."""
         c = self.config
-        B, h, K, W = c.rows, c.share(c.kda.heads), c.kda.head_dim, c.kda.conv_width
+        P, h, K, W = c.cache_slots, c.share(c.kda.heads), c.kda.head_dim, c.kda.conv_width
         of = jax.ShapeDtypeStruct
         return {
-            "S": of((len(c.kda_layers), B, h, K, K), F32),
-            "conv": of((len(c.kda_layers), B, h, round_up(3 * (W - 1), 8), K), F32),
-            "latent": of((len(c.mla_layers), B, c.cache_length, c.key_width), c.dtype),
+            "S": of((len(c.kda_layers), P, h, K, K), F32),
+            "conv": of((len(c.kda_layers), P, h, round_up(3 * (W - 1), 8), K), F32),
+            "latent": of((len(c.mla_layers), P, c.cache_length, c.key_width), c.dtype),
         }
 
     @cached_property
@@ -187,8 +187,8 @@ class Plan:
             "heads": of((2, *weights["heads"].shape[1:]), F32),
             "keys": of((2, *weights["keys"].shape[1:]), F32),
             "embed": of((B, *weights["embed"].shape[1:]), c.dtype),
-            "S": of((2, *caches["S"].shape[1:]), F32),
-            "conv": of((2, *caches["conv"].shape[1:]), F32),
+            "S": of((2, B, *caches["S"].shape[2:]), F32),
+            "conv": of((2, B, *caches["conv"].shape[2:]), F32),
             "latent": of((2, b.cache_rows, c.key_width), c.dtype),
             "attended": of((B * c.query_heads, c.mla.kv_rank + LANES), F32),
             "residual": of((B, D), F32),

@@ -22,6 +22,7 @@ import numpy as np
 from pallas_kernels.decode.call import AXIS
 from pallas_kernels.decode.follow import Access, Event, Place, Ref, Signal, Start, Wait, follow
 from pallas_kernels.decode.plan import Plan
+from pallas_kernels.decode.slots import Slots, independent
 from pallas_kernels.decode.step import decode_step
 
 
@@ -29,16 +30,17 @@ class ProtocolError(AssertionError):
     """What is wrong, on which rank, at which event."""
 
 
-def trace(plan: Plan, position: tuple[int, ...], token: tuple[int, ...] | None = None) -> list[list[Event]]:
-    """Each rank's events in one step with rows at these positions."""
+def trace(plan: Plan, position: tuple[int, ...], slots: Slots | None = None) -> list[list[Event]]:
+    """Each rank's events in one step with rows at these positions, in these slots (independent ones)."""
     c = plan.config
+    slots = independent(c.rows) if slots is None else slots
     rows = jax.ShapeDtypeStruct((c.rows,), jnp.int32)
     make = jax.make_jaxpr(partial(decode_step, plan), axis_env=[(AXIS, c.ranks)])
-    jaxpr = make(rows, rows, plan.weights, plan.caches)
+    jaxpr = make(rows, rows, Slots(rows, rows, rows), plan.weights, plan.caches)
     (call,) = (e for e in jaxpr.eqns if e.primitive.name == "pallas_call")
     kernel = call.params["jaxpr"]
-    table, token = np.array(plan.layer_table), np.zeros(c.rows, int) if token is None else np.array(token)
-    contents = dict(enumerate((table, token, np.array(position))))
+    scalars = (plan.layer_table, [0] * c.rows, position, *slots)
+    contents = dict(enumerate(map(np.array, scalars)))
     refs = [Ref(i, x.aval, contents.get(i)) for i, x in enumerate(kernel.invars)]
     return [follow(kernel, refs, rank) for rank in range(c.ranks)]
 

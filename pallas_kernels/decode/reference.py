@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode.config import DecodeConfig
+from pallas_kernels.decode.slots import CHAINED, Slots
 
 Weights = Mapping[str, Array]
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -36,21 +37,21 @@ _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 @partial(jax.tree_util.register_dataclass, data_fields=["S", "conv", "latent"], meta_fields=[])
 @dataclass(frozen=True)
 class Caches:
-    """Stacked over the layers of a kind. `conv` holds the last W - 1 inputs, newest last."""
+    """Stacked over the layers of a kind, P slots. `conv` holds the last W - 1 inputs, newest last."""
 
-    S: Float[Array, "layers B H K V"]
-    conv: Float[Array, "layers B W1 three H K"]
-    latent: Float[Array, "layers B S CR"]
+    S: Float[Array, "layers P H K V"]
+    conv: Float[Array, "layers P W1 three H K"]
+    latent: Float[Array, "layers P S CR"]
 
 
 def empty_caches(config: DecodeConfig) -> Caches:
-    B, kda, s = config.rows, config.kda, config.mla
+    P, kda, s = config.cache_slots, config.kda, config.mla
     H, K, W = kda.heads, kda.head_dim, kda.conv_width
     n_kda, n_mla = len(config.kda_layers), len(config.mla_layers)
     return Caches(
-        jnp.zeros((n_kda, B, H, K, K)),
-        jnp.zeros((n_kda, B, W - 1, 3, H, K)),
-        jnp.zeros((n_mla, B, config.capacity, s.kv_rank + s.pe)),
+        jnp.zeros((n_kda, P, H, K, K)),
+        jnp.zeros((n_kda, P, W - 1, 3, H, K)),
+        jnp.zeros((n_mla, P, config.capacity, s.kv_rank + s.pe)),
     )
 
 
@@ -59,15 +60,17 @@ def step(
     caches: Caches,
     token: Int[Array, " B"],
     position: Int[Array, " B"],
+    slots: Slots,
     *,
     config: DecodeConfig,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> tuple[Float[Array, "B vocab"], Caches]:
-    """Logits after `token`, which stands at `position` (0-based; negative: the row is idle and its caches stay).
+    """Logits after `token`, which stands at `position` (0-based; negative: the row is idle and changes nothing) of the
+    sequence in `slots`. A row with entry CHAINED goes on from the state after the row before it.
 
     `weights` by canonical name; the experts' w1, w3, w2 as values.
     """
-    run = _Step(weights, config, lambda x: x.astype(dtype).astype(jnp.float32), position)
+    run = _Step(weights, config, lambda x: x.astype(dtype).astype(jnp.float32), position, slots)
     r = run.round(weights["embed"][token])
     bank = []
     for layer, kind in enumerate(config.layers):
@@ -100,6 +103,7 @@ class _Step:
     config: DecodeConfig
     round: object
     position: Int[Array, " B"]
+    slots: Slots
 
     def norm(self, x, weight):
         return self.round(rms(x, self.config.norm_eps, self.config.own.hidden) * weight[None])
@@ -121,27 +125,36 @@ class _Step:
     def kda(self, w: _Layer, x, caches: Caches, layer: int):
         i, c = self.config.kda_layers.index(layer), self.config.kda
         u = self.round(jnp.stack([_einsum("bd,dhk->bhk", x, w(f"kda.{name}")) for name in "qkv"], axis=1))
-        history = jnp.concatenate([caches.conv[i], u[:, None]], axis=1)
         taps = jnp.stack([w(f"kda.{name}_conv") for name in "qkv"], axis=1)
-        q, k, v = jnp.moveaxis(jax.nn.silu(_einsum("bwchk,wchk->bchk", history, taps)), 1, 0)
-        q, k = (a * jax.lax.rsqrt(jnp.sum(a * a, -1, keepdims=True) + 1e-6) for a in (q, k))
         f = self.round(_einsum("bd,dr->br", x, w("kda.f_a")))
         z = _einsum("br,rhk->bhk", f, w("kda.f_b")) + w("kda.dt_bias")[None]
         g = decay(z, jnp.exp(w("kda.A_log"))[None, :, None], c.gate_lower_bound)
         beta = jax.nn.sigmoid(_einsum("bd,dh->bh", x, w("kda.b")))
-        S = jnp.exp(g)[..., None] * caches.S[i]
-        error = v - _einsum("bhkv,bhk->bhv", S, k)
-        S = S + k[..., None] * (beta[..., None] * error)[..., None, :]
-        o = _einsum("bhkv,bhk->bhv", S, q * self.config.own.head_dim**-0.5)
+        before, after, state, o = (caches.S[i], caches.conv[i]), [caches.S[i], caches.conv[i]], None, []
+        for b, (entry, exit) in enumerate(zip(self.slots.entry, self.slots.exit, strict=True)):
+            start = [x[entry] for x in before]
+            if b:
+                start = [jnp.where(entry == CHAINED, *x) for x in zip(state, start, strict=True)]
+            end, row = self.recur(*start, u[b], taps, g[b], beta[b])
+            state = [jnp.where(self.position[b] >= 0, *x) for x in zip(end, start, strict=True)]
+            left = [jnp.where(self.position[b] >= 0, x, slots[exit]) for x, slots in zip(state, after, strict=True)]
+            after = [slots.at[exit].set(x) for x, slots in zip(left, after, strict=True)]
+            o.append(row)
+        o = jnp.stack(o)
         gate = jax.nn.sigmoid(_einsum("bd,dhk->bhk", x, w("kda.g")))
         o = self.round(rms(o, self.config.norm_eps, self.config.own.head_dim) * w("kda.o_norm")[None, None] * gate)
-        live = (self.position >= 0)[:, None, None, None]
-        caches = replace(
-            caches,
-            S=caches.S.at[i].set(jnp.where(live, S, caches.S[i])),
-            conv=caches.conv.at[i].set(jnp.where(live[..., None], history[:, 1:], caches.conv[i])),
-        )
+        caches = replace(caches, S=caches.S.at[i].set(after[0]), conv=caches.conv.at[i].set(after[1]))
         return self.summed(o.reshape(len(x), -1), w("kda.o").reshape(-1, x.shape[1])), caches
+
+    def recur(self, S, past, u, taps, g, beta):
+        """One token of one row: ((S, past) after it, output [H, V])."""
+        history = jnp.concatenate([past, u[None]], axis=0)
+        q, k, v = jax.nn.silu(_einsum("wchk,wchk->chk", history, taps))
+        q, k = (a * jax.lax.rsqrt(jnp.sum(a * a, -1, keepdims=True) + 1e-6) for a in (q, k))
+        S = jnp.exp(g)[..., None] * S
+        error = v - _einsum("hkv,hk->hv", S, k)
+        S = S + k[..., None] * (beta[..., None] * error)[..., None, :]
+        return (S, history[1:]), _einsum("hkv,hk->hv", S, q * self.config.own.head_dim**-0.5)
 
     def mla(self, w: _Layer, x, caches: Caches, layer: int):
         i, c = self.config.mla_layers.index(layer), self.config.mla
@@ -153,10 +166,12 @@ class _Step:
         latent = jnp.concatenate([latent, self.round(kv[:, c.kv_rank :])], axis=1)
         q = self.round(_einsum("bq,qhn->bhn", q, w("mla.q_b")))
         absorbed = self.round(_einsum("bhn,chn->bhc", q[..., : c.nope], w("mla.kv_b")[..., : c.nope]))
-        cache = caches.latent[i]
-        positions = jnp.arange(cache.shape[1])[None]
-        here = (positions == self.position[:, None])[..., None]
-        cache = jnp.where(here, latent[:, None], cache)
+        slots = caches.latent[i]
+        positions = jnp.arange(slots.shape[1])[None]
+        for b, slot in enumerate(self.slots.latent):
+            here = (positions == self.position[b])[0, :, None]
+            slots = slots.at[slot].set(jnp.where(here, latent[b][None], slots[slot]))
+        cache = slots[self.slots.latent]
         s = (
             _einsum("bhc,bsc->bhs", jnp.concatenate([absorbed, q[..., c.nope :]], axis=-1), cache)
             * self.config.own.query**-0.5
@@ -166,7 +181,7 @@ class _Step:
         ctx = _einsum("bhs,bsc->bhc", self.round(p), cache[..., : c.kv_rank]) / p.sum(-1, keepdims=True)
         o = _einsum("bhc,chv->bhv", self.round(ctx), w("mla.kv_b")[..., c.nope :])
         o = self.round(o * jax.nn.sigmoid(_einsum("bd,dhv->bhv", x, w("mla.g"))))
-        caches = replace(caches, latent=caches.latent.at[i].set(cache))
+        caches = replace(caches, latent=caches.latent.at[i].set(slots))
         return self.summed(o.reshape(len(x), -1), w("mla.o").reshape(-1, x.shape[1])), caches
 
     def situ(self, gate, up):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pallas_kernels.decode.config import LayerKind
-from pallas_kernels.decode.ledger import padded_bytes
+from pallas_kernels.decode.ledger import Ledger, padded_bytes
 from pallas_kernels.decode.plan import Plan
 from pallas_kernels.decode.tape import Part, Piece
 from pallas_kernels.decode.timeline import Compute, Fetch, Instruction, Rates, Send, Wait
@@ -211,10 +211,9 @@ class StepProgram:
         return 4 * rows * lanes
 
     @property
-    def _states(self) -> float:
+    def _states(self) -> int:
         """Read or written per layer."""
-        caches = self.plan.caches
-        return sum(padded_bytes(caches[name]) for name in ("S", "conv")) / max(len(self.plan.config.kda_layers), 1)
+        return Ledger(self.plan).states
 
     def _small(self, layer: int, kind: LayerKind) -> float:
         """What is fetched a layer ahead, and waited for by nobody here: vectors, states both ways, keys of a block."""

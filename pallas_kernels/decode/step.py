@@ -14,25 +14,28 @@ from pallas_kernels.decode.core import Core
 from pallas_kernels.decode.plan import VECTORS, Plan
 from pallas_kernels.decode.reference import rms
 from pallas_kernels.decode.ring import Ring
+from pallas_kernels.decode.slots import Slots
 
 
 def decode_step(
-    plan: Plan, token: Int[Array, " B"], position: Int[Array, " B"], weights: dict, caches: dict
+    plan: Plan, token: Int[Array, " B"], position: Int[Array, " B"], slots: Slots, weights: dict, caches: dict
 ) -> tuple[dict, dict]:
     """One step on one rank, inside a `shard_map` over `call.AXIS`: ({token, logits}, caches).
 
-    `token` stands at `position` (negative: the row is idle and its caches stay); arrays as `plan` describes them. The
-    caches are updated where they are.
+    `token` stands at `position` (negative: the row is idle and changes nothing); `slots` say where in the caches its
+    sequence is. Copies of slots are not checked against their number: see `slots.together`. Arrays as `plan` describes
+    them; the caches are updated where they are.
     """
-    return call(plan, _step, token, position, weights, caches)
+    return call(plan, _step, token, position, slots, weights, caches)
 
 
 def _step(core: Core, ring: Ring, links: Links, out) -> None:
     c, b = core.config, core.buffers
     links.barrier()
     ring.prime()
-    for name in ("vectors", "keys", *kda.STATE):
+    for name in ("vectors", "keys"):
         core.load(name, 0).start()
+    kda.begin(core)
     core.load("keys", 0).wait()
     attn_res.empty_bank(core)
     head.embed(core, links)

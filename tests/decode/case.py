@@ -97,14 +97,19 @@ def mutate(mutation: Mutation) -> None:
     exec(compile(source.replace(mutation.old, mutation.new), spec.origin, "exec"), module.__dict__)
 
 
-def main(case: Case) -> dict:
-    if case.mutations:
+def import_kernel(mutations: tuple[Mutation, ...]) -> None:
+    """The package, with these mistakes in it."""
+    if mutations:
         # The package imports its kernel, hence an empty package first.
         spec = importlib.util.find_spec("pallas_kernels.decode")
         sys.modules["pallas_kernels.decode"] = importlib.util.module_from_spec(spec)
-        for mutation in case.mutations:
+        for mutation in mutations:
             mutate(mutation)
         spec.loader.exec_module(sys.modules["pallas_kernels.decode"])
+
+
+def main(case: Case) -> dict:
+    import_kernel(case.mutations)
     from tests.decode.steps import compare
 
     return compare(case)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
 from k3_jax.serve.pack import pack
-from pallas_kernels.decode import AXIS, Plan, attn_res, channels, head, kda, mla, reference
+from pallas_kernels.decode import AXIS, Plan, attn_res, channels, head, independent, kda, mla, reference
 from pallas_kernels.decode.caches import from_ranks, to_ranks
 from pallas_kernels.decode.call import call
 from tests.decode.model import kernel_config, model_config, weights
@@ -26,9 +26,9 @@ KDA_LAYER, MLA_LAYER, MOE_LAYER = 1, 3, 2
 class Parts:
     def __init__(self, **changes):
         self.config = kernel_config(MODEL, dtype=jnp.float32, **changes)
-        self.plan, self.named = Plan(self.config), weights(MODEL)
+        self.plan, self.named, self.slots = Plan(self.config), weights(MODEL), independent(self.config.rows)
         self.packed, self.caches = pack(self.plan, self.named), random_caches(self.plan)
-        self.reference = reference._Step(self.named, self.config, lambda x: x, jnp.array(POSITION))
+        self.reference = reference._Step(self.named, self.config, lambda x: x, jnp.array(POSITION), self.slots)
 
     @property
     def x(self):
@@ -46,7 +46,7 @@ class Parts:
 
         def local(packed, caches):
             arrays = ({name: x[0] for name, x in group.items()} for group in (packed, caches))
-            out, caches = call(self.plan, body, jnp.array(TOKEN), jnp.array(POSITION), *arrays)
+            out, caches = call(self.plan, body, jnp.array(TOKEN), jnp.array(POSITION), self.slots, *arrays)
             return out["logits"][None], {name: x[None] for name, x in caches.items()}
 
         mesh = Mesh(np.array(jax.devices()), (AXIS,))
@@ -129,15 +129,12 @@ class Parts:
         count = len(self.config.kda_layers)
 
         def body(core, ring, links, start):
-            for name in kda.STATE:
-                core.load(name, number).start()
-                core.store(name, number - 1).start() if name != "heads" else None
+            kda._load(core, number, kda.START)
+            kda._store(core, number - 1, kda.START)
             kda.mixer(core, ring, links, self.x, jnp.int32(number), start)
             core.buffers.residual[...] = links.finish_sum("mixer_sum", self.config.hidden)
-            for name in kda.STATE:
-                core.load(name, number + 1).wait()
-            for name in ("S", "conv"):
-                core.store(name, number).wait()
+            kda._load(core, number + 1, kda.WAIT)
+            kda._store(core, number, kda.WAIT)
 
         assert 0 < number < count - 1
         have, caches = self.run(self.with_tiles(tape.starts[KDA_LAYER][0], tape.kda, body))

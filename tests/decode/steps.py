@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 from k3_jax.serve.pack import pack
-from pallas_kernels.decode import AXIS, Plan, decode_program, reference
+from pallas_kernels.decode import AXIS, Plan, decode_program, independent, reference
 from pallas_kernels.decode.caches import from_ranks, to_ranks
 from tests.decode.case import Case
 from tests.decode.model import kernel_config, model_config, weights
@@ -39,7 +39,7 @@ def compare(case: Case) -> dict:
     named = {name: x * case.router if name.endswith("moe.router") else x for name, x in weights(model).items()}
     packed = pack(plan, named)
     run = decode_program(plan, Mesh(np.array(jax.devices()), (AXIS,)), steps=case.per_call)
-    expected = jax.jit(partial(reference.step, config=config, dtype=config.dtype))
+    expected = jax.jit(partial(reference.step, slots=independent(case.rows), config=config, dtype=config.dtype))
     caches = before = random_caches(plan)
     ranks, position = to_ranks(plan, caches), jnp.array(case.start, jnp.int32)
     given = token = jnp.array(case.tokens, jnp.int32)

@@ -57,7 +57,7 @@ def test_a_cut_cache_costs_two_exchanges():
 @pytest.mark.parametrize("rows", [1, 8])
 def test_memory_of_a_core(rows):
     blocks = dataclasses.replace(BLOCKS, banks=BLOCKS.banks if rows == 1 else 32, expert_slots=16 if rows == 1 else 12)
-    ledger = Ledger(k3(rows=rows, blocks=blocks))
+    ledger = Ledger(k3(rows=rows, slots=2 * rows, blocks=blocks))
     assert sum(ledger.vmem.values()) <= 60 * MIB
     assert sum(ledger.hbm.values()) <= 90 * GIB
 
@@ -73,6 +73,13 @@ def test_bytes_of_a_step(plan):
     assert abs(ledger.minimum_bytes / 137.8e9 - 1) < 1e-3  # spec: 111.1 dense + 25.8 routed + 0.87 states
     assert ledger.step_bytes <= 1.10 * ledger.minimum_bytes
     assert max(ledger.padding.values()) < 1.12
+
+
+def test_a_row_reads_and_writes_one_state():
+    """However many slots the caches have."""
+    states = [Ledger(k3(rows=6, slots=slots)).step["states"] for slots in (6, 16)]
+    assert states[0] == states[1] == 6 * Ledger(k3()).step["states"]
+    assert Ledger(k3()).step["states"] > 2 * 4 * 69 * 96 * 128**2
 
 
 def test_records_are_dense(plan):
@@ -99,6 +106,7 @@ def test_padded_bytes(shape, dtype, size):
     ("changes", "message"),
     [
         ({"rows": 9}, "rows = 9: expected 1 to 8"),
+        ({"rows": 3, "slots": 2}, "slots = 2: expected at least 3, the rows of a step"),
         ({"ranks": 3}, "hidden = 256: expected a multiple of ranks = 3"),
         ({"ranks": 8}, "kda.heads = 4: expected a multiple of ranks = 8"),
         ({"capacity": 60}, "capacity = 60: expected a multiple of 16"),

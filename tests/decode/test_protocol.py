@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from k3_jax.recipe import load_recipe
 from k3_jax.serve.pack import decode_config
-from pallas_kernels.decode import Plan, channels, core, mla
+from pallas_kernels.decode import Plan, Slots, channels, core, kda, mla
 from pallas_kernels.decode.collectives import Links
 from pallas_kernels.decode.follow import Access, Place, Signal, Start, Wait
 from pallas_kernels.decode.protocol import ProtocolError, play, trace
@@ -30,6 +30,34 @@ def test_the_kernel_passes():
 
 def test_with_a_cut_cache_and_sums_in_slices():
     play(events(layers=13, cache_ranks=4, blocks={"whole_sum_bytes": 0}))
+
+
+def chained():
+    """Two rows of one sequence over the end of a tile, an idle one, and another sequence that leaves its state where
+    the first one's came from."""
+    plan = Plan(kernel_config(model_config(5), rows=4, slots=5))
+    return trace(plan, (15, 16, -1, 40), Slots((2, -1, -1, 4), (0, 1, 3, 2), (2, 2, 2, 4)))
+
+
+def test_rows_of_one_sequence():
+    play(chained())
+
+
+@pytest.mark.slow
+def test_a_state_that_is_awaited_and_never_sent(monkeypatch):
+    always = {"pl.when(core.slots.entry[row] >= 0)": "pl.when((core.slots.entry[row] >= 0) | (act is WAIT))"}
+    replace(monkeypatch, kda._load, always)
+    with pytest.raises(ProtocolError, match="all wait for ever"):
+        play(chained())
+
+
+@pytest.mark.slow
+def test_a_state_that_leaves_before_the_rows_are_done(monkeypatch):
+    """The store of a layer that begins before its rows write to its place in VMEM."""
+    early = {"    _take_turns(core, number)\n": "    _take_turns(core, number)\n    _store(core, number, START)\n"}
+    replace(monkeypatch, kda.mixer, {**early, "    _store(core, number, START)\n    o =": "    o ="})
+    with pytest.raises(ProtocolError, match="written while a copy from it is on its way"):
+        play(chained())
 
 
 @pytest.mark.slow
@@ -109,8 +137,6 @@ def the_wrong_peer(patch):
 
 
 def a_store_that_nobody_awaits(patch):
-    from pallas_kernels.decode import kda
-
     patch.setattr(kda, "finish", lambda core: None)
     return "semaphores that nobody awaits"
 

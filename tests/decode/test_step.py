@@ -79,7 +79,7 @@ def test_both_modes_in_bfloat16():
 # Mistakes that only arithmetic shows; those of synchronisation are in test_protocol.py.
 MISTAKES = {
     "gate-before-norm": Mutation("kda", "rms(o, core.config.norm_eps,", "rms(o * norm, core.config.norm_eps,"),
-    "state-of-the-wrong-layer": Mutation("core", "source.at[index]", "source.at[0]"),
+    "state-of-the-wrong-layer": Mutation("kda", ".at[number, core.slots.entry", ".at[0, core.slots.entry"),
     "bias-in-the-weights": Mutation("router", "p[row : row + 1], len", "scores[row : row + 1], len"),
     "the-wrong-quarter": Mutation("experts", "quarter == i,", "quarter == QUARTERS - i,"),
     "one-token-too-many": Mutation("mla", "<= position, s, LOWEST", "<= position + 1, s, LOWEST"),

@@ -25,7 +25,7 @@ RANKS, V = 2, 128
 NAN_AFTER = 77
 
 
-def stand_in(plan, token, position, weights, caches):
+def stand_in(plan, token, position, slots, weights, caches):
     """After token t comes 3 t + 1; the cache notes which tokens a row has read, at their positions."""
     after = (3 * token + 1) % V
     columns = jax.lax.axis_index(AXIS) * (V // RANKS) + jnp.arange(V // RANKS)
