@@ -57,6 +57,7 @@ def batch(model, prompts):
     return generate(model, prompts, max_tokens=20, sampling=HOT, **FEW)
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_prompt_and_seed_only(model, prompts, batch):
     """Not on the batch, the chunks of the prefill, or the steps per call."""
     for prompt, together in zip(prompts, batch, strict=True):

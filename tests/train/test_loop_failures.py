@@ -123,7 +123,8 @@ def test_metrics_survive_a_damaged_line(tmp_path):
     assert [row["step"] for row in read_metrics(path)] == [1, 3]
 
 
-@pytest.mark.parametrize("damage", ["model", pytest.param("run", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["model", "run"])
 def test_damaged_checkpoint_is_one_line(run, tmp_path, damage):
     two = dataclasses.replace(run, train=dataclasses.replace(run.train, steps=2))
     loop.train(two, tmp_path / "work")

@@ -106,6 +106,7 @@ def test_generate_greedy_as_json(checkpoint, expected, tmp_path, capsys):
     assert stopped["tokens"] == result["tokens"][: result["tokens"].index(int(stop))]
 
 
+@pytest.mark.slow
 def test_generate_streams_the_same_text(checkpoint, capsys):
     sampled = ["--prompt", "def ", "--max-tokens", "40", "--temperature", "0.8", "--top-p", "0.9", "--seed", "3"]
     arguments = generate(checkpoint, *sampled, "--dtype", "float32", "--ignore-eos")
