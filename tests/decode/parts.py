@@ -120,7 +120,7 @@ class Parts:
             out.logits[:, : c.hidden] = total
 
         have, _ = self.run(body)
-        one = np.asarray(self.x) * (1 + ranks).sum() + np.repeat(1 + ranks, c.share(c.hidden))
+        one = np.asarray(self.x) * (1 + ranks).sum() + np.repeat(1 + ranks, c.columns(c.hidden))[: c.hidden]
         to_each = (10 * (1 + ranks).sum() + c.ranks * ranks) if c.cache_ranks > 1 else 0 * ranks
         yield have, 2 * (one + to_each[:, None, None])
 
