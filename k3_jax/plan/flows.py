@@ -58,6 +58,8 @@ def _of_rank(run: RunConfig, pod: Pod, model: K3, rank: Rank) -> Iterator[Flow]:
     found += _experts(mesh, sizes, rank, kept) if run.model.moe else []
     found += _context(sizes, rank) if sizes.ranks > 1 else []
     found += _pipeline(mesh, sizes, rank, model) if mesh["pipe"] > 1 else []
+    if mesh["pipe"] > 1 or mesh["tensor"] > 1:  # elsewhere the norm is summed with other things over the same axes
+        found.append(Flow("norm of the gradient", "all-reduce", tuple(a for a in mesh if mesh[a] > 1), 2 * FLOAT))
     return (flow for flow in found if math.prod(mesh[axis] for axis in flow.axes) > 1)
 
 
@@ -184,8 +186,6 @@ def _tensor(mesh, sizes: Sizes, rank: Rank) -> Iterable[Flow]:
     ring = 2 * (1 - 1 / mesh["tensor"])
     sums = sum((count + 1) * (2 + sizes.config.is_moe(layer)) for layer, count in layers.items())
     yield Flow("sums over inner widths", "all-reduce", axes, ring * sizes.micro * sums * sizes.stream)
-    everywhere = tuple(axis for axis in mesh if mesh[axis] > 1) if mesh["tensor"] > 1 else ()
-    yield Flow("norm of the gradient", "all-reduce", everywhere, 2 * FLOAT)
     yield Flow("largest logits", "all-gather", axes, FLOAT * len(layers) * (mesh["tensor"] - 1))
 
 
@@ -205,14 +205,13 @@ def _context(sizes: Sizes, rank: Rank) -> Iterable[Flow]:
 def _pipeline(mesh, sizes: Sizes, rank: Rank, model: K3) -> Iterable[Flow]:
     """In every tick rows to the next rank and cotangents, float32, to the one before, zeros where nothing is due; once
     a step the gradients of the embedding and the head, and what layers report."""
-    schedule, axes, everywhere = rank.stages.schedule, ("pipe",), tuple(axis for axis in mesh if mesh[axis] > 1)
+    schedule, axes = rank.stages.schedule, ("pipe",)
     onward, back = _rows(schedule, rank.number)
     float32 = sizes.stream // sizes.width * FLOAT
     yield Flow("AttnRes rows", "collective-permute", axes, schedule.ticks * onward * sizes.stream)
     yield Flow("AttnRes rows: cotangents", "collective-permute", axes, schedule.ticks * back * float32)
     ends = sum(shard_bytes(leaf) for _, leaf, place in tensors(model) if place is None)
     yield Flow("embedding, head: gradients of all ranks", "all-reduce", axes, 2 * ends * (1 - 1 / mesh["pipe"]))
-    yield Flow("norm of the gradient", "all-reduce", everywhere, 2 * FLOAT)
     loads = len(rank.passes) * (sizes.config.moe.num_experts if sizes.config.moe else 0)
     yield Flow("reports of layers", "all-gather", axes, FLOAT * loads * (mesh["pipe"] - 1))
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention.api import mla_attention
-from pallas_kernels.attention.blocks import HEADS
+from pallas_kernels.attention.blocks import HEADS, backward_flops, causal_pairs, forward_flops
 from pallas_kernels.attention.pallas import BLOCK as BLOCKS
 from pallas_kernels.attention.pallas import SPAN
 from pallas_kernels.attention.steps import STEADY
@@ -53,10 +53,10 @@ class Case:
 
 
 def operations(case: Case, backward: bool) -> int:
-    """Multiplications and additions of the matrix products over pairs that attend: forward 2 (N + R + V) each, backward
-    2 (3 (N + R) + 2 V) more."""
-    key, products = case.N + case.R, case.B * case.H * case.T * (case.T + 1) // 2
-    return products * (2 * (key + case.V) + (2 * (3 * key + 2 * case.V) if backward else 0))
+    """Multiplications and additions of the matrix products over pairs that attend."""
+    key = case.N + case.R
+    per_pair = forward_flops(key, case.V) + (backward_flops(key, case.V) if backward else 0)
+    return case.B * case.H * causal_pairs(case.T, case.T) * per_pair
 
 
 def lower(topology: str, shape: Sequence[int], competitor: Competitor, backward: bool) -> jax.stages.Lowered:

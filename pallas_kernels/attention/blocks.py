@@ -37,14 +37,15 @@ class Problem:
         size = next(x for x in (size, TILE, LANES) if self.block % x == 0)
         return [slice(i, i + size) for i in range(0, self.block, size)]
 
-    @property
-    def forward_flops(self) -> int:
-        """Of the matrix products, per pair of a query and a key, and head."""
-        return 2 * (self.N + HALF + self.V)
 
-    @property
-    def backward_flops(self) -> int:
-        return 2 * (3 * (self.N + HALF) + 2 * self.V)
+def forward_flops(key: int, V: int) -> int:
+    """Of the matrix products, per pair of a query and a key that attend, and head."""
+    return 2 * (key + V)
+
+
+def backward_flops(key: int, V: int) -> int:
+    """Likewise, scores computed again."""
+    return 2 * (3 * key + 2 * V)
 
 
 def causal_pairs(T: int, S: int) -> int:

@@ -26,6 +26,7 @@ from pallas_kernels.attention.blocks import (
     Scalars,
     Specs,
     allowed,
+    backward_flops,
     causal_pairs,
     split_refs,
 )
@@ -93,7 +94,7 @@ def backward(
         shape(span * p.block, HEADS * p.N, dtype), shape(span * p.block, LANES, dtype),
         shape(S, HEADS * (p.N + p.V), summed), shape(S, LANES, jnp.float32),
     ]  # fmt: skip
-    flops = B * pairs * HEADS * causal_pairs(span * p.block, S) * p.backward_flops
+    flops = B * pairs * HEADS * causal_pairs(span * p.block, S) * backward_flops(p.N + HALF, p.V)
     outputs = pl.pallas_call(
         functools.partial(_kernel, problem=problem, span=span, accumulates=earlier is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(

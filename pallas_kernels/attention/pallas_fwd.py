@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention.blocks import (
+    HALF,
     HEADS,
     NEGATIVE,
     Inputs,
@@ -25,6 +26,7 @@ from pallas_kernels.attention.blocks import (
     Specs,
     allowed,
     causal_pairs,
+    forward_flops,
     split_refs,
 )
 from pallas_kernels.attention.steps import FULL, MASKED, field
@@ -67,7 +69,7 @@ def forward(problem: Problem, scalars: Scalars, count, inputs: Inputs) -> Output
     out_shape = [
         shape_of((B, T, pairs * HEADS * p.V), dtype, inputs.kv), shape_of((B, pairs, 8, T), jnp.float32, inputs.kv),
     ]  # fmt: skip
-    heads = B * pairs * HEADS
+    flops, heads = forward_flops(p.N + HALF, p.V), B * pairs * HEADS
     outputs = pl.pallas_call(
         functools.partial(_kernel, problem=problem),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -79,7 +81,7 @@ def forward(problem: Problem, scalars: Scalars, count, inputs: Inputs) -> Output
         ),
         out_shape=out_shape,
         compiler_params=COMPILER_PARAMS,
-        cost_estimate=cost_of(heads * causal_pairs(T, inputs.kv.shape[1]) * p.forward_flops, (*here, *out_shape)),
+        cost_estimate=cost_of(heads * causal_pairs(T, inputs.kv.shape[1]) * flops, (*here, *out_shape)),
         name="attention_forward",
     )(*scalars, *here)
     return Outputs(*outputs)

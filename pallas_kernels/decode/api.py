@@ -31,7 +31,6 @@ def decode_program(plan: Plan, mesh: Mesh, steps: int) -> Callable:
     slots = independent(plan.config.rows)
 
     def local(weights: dict, caches: dict, token: Int[Array, " B"], position: Int[Array, " B"]):
-
         def one(i, carry):
             token, position, tokens, _, caches = carry
             out, caches = decode_step(plan, token, position, slots, weights, caches)

@@ -10,10 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.decode.config import LANES
-from pallas_kernels.decode.core import F32, Core
+from pallas_kernels.decode.core import F32, LOWEST, Core
 
 HIGHEST = lax.Precision.HIGHEST
-LOWEST = -1e30
 
 
 def empty_bank(core: Core) -> None:

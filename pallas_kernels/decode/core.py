@@ -13,6 +13,7 @@ from pallas_kernels.decode.plan import Plan
 from pallas_kernels.decode.slots import Slots
 
 F32, I32 = jnp.float32, jnp.int32
+LOWEST = -1e30  # of a score: finite, so that it may be multiplied by 0
 
 
 @dataclass(frozen=True)

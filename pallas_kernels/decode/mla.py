@@ -16,13 +16,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode.collectives import Links
 from pallas_kernels.decode.config import LANES
-from pallas_kernels.decode.core import F32, I32, Core, pad_lanes
+from pallas_kernels.decode.core import F32, I32, LOWEST, Core, pad_lanes
 from pallas_kernels.decode.plan import VECTORS
 from pallas_kernels.decode.reference import rms
 from pallas_kernels.decode.ring import Ring
 
 SUBLANES = 16  # rows of a bfloat16 tile: the least that can be written back
-LOWEST = -1e30
 
 
 def mixer(core: Core, ring: Ring, links: Links, x, vectors, number, start) -> None:

@@ -10,10 +10,9 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode.config import LANES, round_up
-from pallas_kernels.decode.core import F32, I32, Core, joined, pad_lanes
+from pallas_kernels.decode.core import F32, I32, LOWEST, Core, joined, pad_lanes
 
 HIGHEST = lax.Precision.HIGHEST
-LOWEST = -1e30  # finite: it is multiplied by 0
 
 
 def choose(core: Core, logits, bias):
