@@ -30,6 +30,9 @@ COMPILED = {
     "configs/k3_pretrain_v5p_1024.py": ("v5p:8x8x16", 24_255_534_080, 61_517_519_296),
     "configs/k3_pretrain_tpu7x_1024_1m.py": ("tpu7x:8x8x16", 11_623_506_944, 65_164_833_184),
 }
+MILLION = """all-gather expert; all-gather tensor; all-gather zigzag; all-reduce expert; all-reduce expert zigzag;
+all-reduce expert zigzag tensor; all-reduce tensor; all-reduce zigzag; all-to-all expert zigzag; all-to-all tensor;
+all-to-all zigzag; collective-permute zigzag; ragged-all-to-all expert; reduce-scatter expert; reduce-scatter zigzag"""
 EIGHT = "v6e:2x4"  # as many devices as the tests' CPU has
 
 
@@ -79,6 +82,15 @@ def test_the_ledger_is_near_the_compiled_step(path):
     ledger = plan_of(path, topology).ledger
     assert ledger.argument_bytes == pytest.approx(arguments, rel=0.01)
     assert ledger.temporary_bytes == pytest.approx(temporaries, rel=0.15)
+
+
+def test_all_that_the_compiled_step_of_a_million_tokens_sends_is_listed():
+    """Over zigzag, expert and tensor; as compiled for docs/results.md."""
+    flows = plan_of("configs/k3_pretrain_tpu7x_1024_1m.py", "tpu7x:8x8x16").flows
+    kinds = [entry.split() for entry in MILLION.split(";")]
+    assert unlisted([Collective(kind, tuple(axes), 1, 1, False) for kind, *axes in kinds], flows) == []
+    muon = [x.bytes for x in flows if x.what.startswith("Muon") and x.axes == ("expert", "zigzag")]
+    assert muon == [pytest.approx(7_930_492_416)]  # as compiled
 
 
 def test_it_says_what_is_largest_when_it_does_not_fit(capsys):
